@@ -1,0 +1,36 @@
+# A fresh machine needs python3 (>= 3.10), pip and make. Everything else goes into .venv; constraints.txt pins what was tested.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+STAMP  := $(VENV)/.installed
+# PIP_ARGS: extra arguments for pip, for example PyTorch's CPU index on a Linux machine without a GPU
+# small models on few cores run fastest with one thread a process
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test check bench clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	OMP_NUM_THREADS=2 $(VENV)/bin/counterpoise train recipes/demo.yaml --fresh
+
+test: setup
+	$(PY) -m pytest -n 2
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: setup
+	$(PY) benchmarks/bench_credit.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

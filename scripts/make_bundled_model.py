@@ -1,0 +1,180 @@
+"""Make the bundled model: a small Llama that half-knows the built-in task, and its tokenizer.
+
+    python scripts/make_bundled_model.py --out src/counterpoise/bundled
+
+Supervised training on worked answers to train-split problems, drawn fresh for every batch, until the model solves the target share of
+fresh train-split problems when sampled at temperature 1. The held-out (test) split is touched once, to print the final accuracy.
+Two CPU cores, float32, under 20 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import string
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from scipy.stats import binomtest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from counterpoise.tasks import arithmetic
+from counterpoise.types import Prompt
+
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+# a word or sign with the space before it; every digit by itself, so that numbers have to be computed
+PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^A-Za-z0-9\s]|\s"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words of the task as whole tokens; any other ASCII text falls back to characters, so that decoding is lossless."""
+    vocabulary = {token: number for number, token in enumerate(itertools.chain(SPECIAL, string.printable, _words()))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _words() -> list[str]:
+    task = arithmetic
+    phrases = (*task.OPENINGS, *task.STARTS, *task.CONNECTIVES, *task.PLUS, *task.MINUS, *task.RESULTS, task.CLOSING, "What is", "and")
+    words = sorted({word.strip(".") for phrase in phrases for word in phrase.split()} - {"{}", ""})
+    signs = [" " + sign for sign in "0123456789+-"]
+    return [*(" " + word for word in words), *(word for word in words if len(word) > 1), *signs]
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int) -> LlamaForCausalLM:
+    """A Llama with random weights."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).float()
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def chat(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    """The text the model reads before it answers."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
+    return text
+
+
+def demonstrations(seed: int, start: int) -> Iterator[tuple[str, str]]:
+    """(question, worked answer) of train-split problems, mostly of the default difficulty."""
+    streams = {name: arithmetic.Arithmetic(name).prompts("train", seed, start) for name in arithmetic.DIFFICULTIES}
+    for position in itertools.count(start):
+        rng = random.Random(f"demonstration/{seed}/{position}")
+        (name,) = rng.choices(("easy", "medium", "hard"), (0.15, 0.75, 0.1))
+        prompt = next(streams[name])
+        yield prompt.text, arithmetic.demonstration(prompt, rng)
+
+
+def supervised_batch(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
+    """Right-padded ids and labels; the loss counts the answer's tokens alone."""
+    questions = [tokenizer(chat(tokenizer, question)).input_ids for question, _ in pairs]
+    answers = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for _, answer in pairs]
+    width = max(len(q) + len(a) for q, a in zip(questions, answers))
+    ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
+    labels = torch.full((len(pairs), width), -100)
+    for row, (question, answer) in enumerate(zip(questions, answers)):
+        ids[row, : len(question) + len(answer)] = torch.tensor(question + answer)
+        labels[row, len(question) : len(question) + len(answer)] = torch.tensor(answer)
+    return {"input_ids": ids, "labels": labels}
+
+
+@torch.no_grad()
+def num_solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt], *, greedy: bool = False) -> int:
+    """Sample one answer a prompt at temperature 1 (or greedily) and count the right ones."""
+    task, solved = arithmetic.Arithmetic(), 0
+    for first in range(0, len(prompts), 256):
+        chunk = prompts[first : first + 256]
+        inputs = tokenizer([chat(tokenizer, prompt.text) for prompt in chunk], return_tensors="pt", padding=True)
+        ids = model.generate(
+            input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=128, do_sample=not greedy, top_k=0
+        )
+        texts = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        solved += sum(int(task.reward(prompt, text)) for prompt, text in zip(chunk, texts))
+    return solved
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
+    """AdamW with warm-up until the target share of fresh train-split problems is solved at temperature 1."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+    pairs = demonstrations(args.seed, 0)
+    checks = arithmetic.Arithmetic().prompts("train", seed=args.seed + 1)
+    began = time.time()
+    for step in range(1, args.max_steps + 1):
+        loss = model(**supervised_batch(tokenizer, list(itertools.islice(pairs, args.batch_size)))).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        warmup.step()
+        if step % args.check_every == 0:
+            solved_frac = num_solved(model, tokenizer, list(itertools.islice(checks, 512))) / 512
+            print(f"step {step}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s", flush=True)
+            if solved_frac >= args.target:
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model and tokenizer files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--target", type=float, default=0.35, help="stop when this share of fresh train-split problems is solved")
+    parser.add_argument("--check-every", type=int, default=100)
+    parser.add_argument("--max-steps", type=int, default=6000)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, args.hidden, args.layers, args.heads)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    train(model, tokenizer, args)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    held_out = list(itertools.islice(arithmetic.Arithmetic().prompts("test", seed=0), 2048))
+    for name, greedy in (("temperature 1", False), ("greedy", True)):
+        interval = binomtest(num_solved(model, tokenizer, held_out, greedy=greedy), len(held_out)).proportion_ci(method="wilson")
+        print(f"held-out, {name}: 95% interval {interval.low:.3f} to {interval.high:.3f} of {len(held_out)} problems", flush=True)
+
+
+if __name__ == "__main__":
+    main()

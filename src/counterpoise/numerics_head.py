@@ -1,0 +1,197 @@
+"""Log-prob, entropy and top-k of a language-model head, a few tokens at a time.
+
+A head turns a hidden state into logits; over a whole batch those are [tokens, vocabulary], by far the largest tensor of a training
+step. Everything here walks over chunks of tokens, so that no more than ``chunk`` rows of logits exist at any moment, in the forward
+and in the backward.
+
+Axes: M response tokens laid end to end, V vocabulary, D hidden size, K candidates kept of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 2**24  # logits alive at once by default: 64 MiB in float32
+
+
+class Head(NamedTuple):
+    """What a model does to the last hidden state: ``z = cap(scale * (h W^T + b))``, ``cap(z) = c tanh(z / c)`` where there is a cap."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class HeadScores(NamedTuple):
+    """Columns of one pass over the head; the ones not asked for are None."""
+
+    logp_M: Tensor
+    entropy_M: Tensor | None = None
+    topk_ids_MK: Tensor | None = None
+    topk_logp_MK: Tensor | None = None
+
+
+def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> Tensor:
+    """Logits of the sampling distribution before truncation, ``z / temperature``, float32 or wider.
+
+    Args:
+        hidden_MD: final hidden states, one row a token.
+        head: the model's head.
+
+    >>> head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), scale=0.5)
+    >>> head_logits(torch.tensor([[3.0, 4.0]]), head).tolist()
+    [[1.5, 4.0]]
+    """
+    logits = torch.nn.functional.linear(hidden_MD.to(head.weight_VD.dtype), head.weight_VD, head.bias_V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if head.scale != 1.0:
+        logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+@torch.no_grad()
+def head_scores(
+    hidden_MD: Tensor,
+    target_M: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    with_entropy: bool = False,
+    topk: int = 0,
+) -> HeadScores:
+    """Log-prob of the targets and, if asked for, entropy and the ``topk`` largest log-probs; no gradient.
+
+    ``logp_m = log softmax(z_m / temperature)[target_m]``, ``entropy_m = -sum_v p_mv log p_mv``.
+
+    Args:
+        hidden_MD: final hidden states, one row a token.
+        target_M: token ids.
+        chunk: tokens whose logits are alive at once (default: 64 MiB of them).
+        topk: K; the candidates come in order, largest first.
+
+    >>> head = Head(torch.eye(2))
+    >>> out = head_scores(torch.zeros(3, 2), torch.tensor([0, 1, 1]), head, with_entropy=True, chunk=2)
+    >>> [round(x, 4) for x in out.logp_M.tolist()], round(out.entropy_M[0].item(), 4)
+    ([-0.6931, -0.6931, -0.6931], 0.6931)
+    """
+    parts = []
+    for rows in _chunks(len(target_M), head, chunk):
+        logp_MV = torch.log_softmax(head_logits(hidden_MD[rows], head, temperature=temperature), dim=-1)
+        best = logp_MV.topk(min(topk, logp_MV.shape[-1]), dim=-1) if topk else None
+        parts.append(
+            HeadScores(
+                logp_MV.gather(-1, target_M[rows, None]).squeeze(-1),
+                -(logp_MV.exp() * logp_MV).sum(-1) if with_entropy else None,
+                None if best is None else best.indices,
+                None if best is None else best.values,
+            )
+        )
+    return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))
+
+
+def head_logp(
+    hidden_MD: Tensor,
+    target_M: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    fused: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Differentiable log-prob of the targets and entropy: ``(logp_M, entropy_M)``.
+
+    ``fused`` keeps only the hidden states and computes each chunk's logits again in the backward:
+
+    ``d logp_m / d z_mv = 1[v = target_m] - p_mv`` and ``d entropy_m / d z_mv = -p_mv (log p_mv + entropy_m)``.
+
+    Without it the chunks are plain operations: for forward-mode differentiation and higher derivatives. A backward through them
+    keeps all logits.
+
+    >>> head = Head(torch.eye(2, requires_grad=True))
+    >>> logp_M, _ = head_logp(torch.zeros(1, 2), torch.tensor([0]), head)
+    >>> round(logp_M.item(), 4)
+    -0.6931
+    """
+    if not fused:
+        parts = [_plain(hidden_MD[rows], target_M[rows], head, temperature) for rows in _chunks(len(target_M), head, chunk)]
+        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    head = _autocast(head, hidden_MD)
+    return _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, (head.scale, head.softcap, temperature, chunk))
+
+
+def _plain(hidden_MD: Tensor, target_M: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor]:
+    logp_MV = torch.log_softmax(head_logits(hidden_MD, head, temperature=temperature), dim=-1)
+    return logp_MV.gather(-1, target_M[:, None]).squeeze(-1), -(logp_MV.exp() * logp_MV).sum(-1)
+
+
+def _autocast(head: Head, hidden_MD: Tensor) -> Head:
+    # the backward runs outside the autocast context, so the dtype of the matmul is fixed here for both directions
+    device = hidden_MD.device.type
+    if not torch.is_autocast_enabled(device):
+        return head
+    dtype = torch.get_autocast_dtype(device)
+    return head._replace(weight_VD=head.weight_VD.to(dtype), bias_V=None if head.bias_V is None else head.bias_V.to(dtype))
+
+
+def _chunks(num_tokens: int, head: Head, chunk: int | None) -> Iterator[slice]:
+    size = chunk or max(1, CHUNK_LOGITS // head.weight_VD.shape[0])
+    for start in range(0, max(num_tokens, 1), size):
+        yield slice(start, start + size)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """(logp_M, entropy_M) of a head; saves the inputs alone and recomputes logits in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, spec: tuple) -> Any:
+        scale, softcap, temperature, chunk = spec
+        head = Head(weight_VD, bias_V, scale, softcap)
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            out = head_scores(hidden_MD, target_M, head, temperature=temperature, chunk=chunk, with_entropy=True)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, out.entropy_M)
+        ctx.spec = spec
+        return out.logp_M, out.entropy_M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp_M: Tensor, grad_entropy_M: Tensor) -> Any:
+        hidden_MD, weight_VD, bias_V, target_M, entropy_M = ctx.saved_tensors
+        scale, softcap, temperature, chunk = ctx.spec
+        head = Head(weight_VD, bias_V, scale, softcap)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        grad_MD = torch.empty_like(hidden_MD) if needs_hidden else None
+        grad_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_V = torch.zeros(len(weight_VD), dtype=wide, device=weight_VD.device) if needs_bias else None
+        for rows in _chunks(len(target_M), head, chunk):
+            logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature)
+            dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows], grad_entropy_M[rows], entropy_M[rows])
+            if softcap is not None:
+                dz_MV = dz_MV * (1 - (logits_MV * (temperature / softcap)) ** 2)
+            dz_MV = (dz_MV * (scale / temperature)).to(weight_VD.dtype)
+            if grad_MD is not None:
+                grad_MD[rows] = dz_MV @ weight_VD
+            if grad_VD is not None:
+                grad_VD += dz_MV.T @ hidden_MD[rows].to(weight_VD.dtype)
+            if grad_V is not None:
+                grad_V += dz_MV.sum(0)
+        return grad_MD, _like(grad_VD, weight_VD), _like(grad_V, bias_V), None, None
+
+
+def _logit_grad(logits_MV: Tensor, target_M: Tensor, grad_logp_M: Tensor, grad_entropy_M: Tensor, entropy_M: Tensor) -> Tensor:
+    logp_MV = torch.log_softmax(logits_MV, dim=-1)
+    out_MV = -grad_logp_M[:, None] - grad_entropy_M[:, None] * (logp_MV + entropy_M[:, None])
+    out_MV = out_MV * logp_MV.exp_()
+    return out_MV.scatter_add_(-1, target_M[:, None], grad_logp_M[:, None].to(out_MV.dtype))
+
+
+def _like(grad: Tensor | None, value: Tensor | None) -> Tensor | None:
+    return None if grad is None or value is None else grad.to(value.dtype)

@@ -1,0 +1,244 @@
+"""Rollouts: batched sampling with a key-value cache from any Hugging Face causal LM.
+
+A prompt is read once and its cache is spread over its rollouts. Every row draws from a random stream of its own, so that how rows are
+batched, dropped or shared changes no token (up to rounding of the logits, which depends on the batch's shape).
+
+Axes: N rollouts, T response tokens, B rows in flight, L tokens in the cache, P distinct prompts in flight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from counterpoise.rollouts.backbone import Backbone, backbone, evaluating, last_logits
+from counterpoise.rollouts.cache import spread
+from counterpoise.rollouts.draw import Draw, argmax, draw, truncated, uniforms
+
+COMPACT_FRAC = 0.75  # stopped rows leave the running batch once no more than this share of it is alive
+SYNC_STEPS = 8  # on an accelerator, how often the host asks who is still alive
+
+
+class Rollouts(NamedTuple):
+    """Finished rollouts, right-padded, prompt by prompt in the order of the prompts.
+
+    Args:
+        prompt_index_N: which prompt each row answers.
+        token_ids_NT: response tokens, the stop token included; padding is ``pad_id``.
+        mask_NT: True on response tokens.
+        sampler_logp_NT: log-prob of each token under the distribution it was drawn from (after temperature, top-k, top-p); float32.
+        entropy_NT: entropy of that distribution, in nats; float32.
+        stop_reason: "stop" (a stop token came) or "length" (``max_new_tokens`` was reached), one a row.
+    """
+
+    prompt_index_N: Tensor
+    token_ids_NT: Tensor
+    mask_NT: Tensor
+    sampler_logp_NT: Tensor
+    entropy_NT: Tensor
+    stop_reason: tuple[str, ...]
+
+
+class _Settings(NamedTuple):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_S: Tensor
+    greedy: bool
+
+
+class _Columns(NamedTuple):
+    """Whole-call buffers that every wave writes its rows into."""
+
+    token_ids_NT: Tensor
+    sampler_logp_NT: Tensor
+    entropy_NT: Tensor
+    length_N: Tensor
+    uniform_NT: Tensor
+
+
+def sample(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    group_size: int = 1,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop_ids: Sequence[int],
+    pad_id: int = 0,
+    seed: int,
+    greedy: bool = False,
+    max_rows: int = 1024,
+    streams: Sequence[int] | None = None,
+) -> Rollouts:
+    """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to top-k and then to the nucleus top-p.
+
+    ``greedy=True`` or ``temperature=0`` takes the likeliest token; its log-prob and entropy are then those of the distribution at
+    temperature 1, untruncated.
+
+    Args:
+        model: a Hugging Face causal LM.
+        prompt_ids: token ids of each prompt, at least one token each.
+        group_size: G, rollouts of one prompt; row ``p * G + g`` is the g-th of prompt p.
+        stop_ids: tokens that end a response; they are part of it.
+        pad_id: fills ``token_ids_NT`` after the end.
+        seed: with ``streams`` it decides every draw.
+        max_rows: rows in flight at once; lower it when memory runs out.
+        streams: number of each row's random stream (default: the row number). A row's tokens depend on its prompt, the seed and this
+            number, never on the other rows.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> rollouts = sample(LlamaForCausalLM(config), [[1, 2], [3]], group_size=2, max_new_tokens=3, stop_ids=[0], seed=0)
+    >>> rollouts.prompt_index_N.tolist(), len(rollouts.stop_reason)
+    ([0, 0, 1, 1], 4)
+    """
+    streams = list(range(len(prompt_ids) * group_size)) if streams is None else list(streams)
+    greedy = greedy or temperature == 0
+    _check_settings(dict(group_size=group_size, max_new_tokens=max_new_tokens, max_rows=max_rows), temperature, top_p, top_k)
+    _check_prompts(model, prompt_ids, max_new_tokens)
+    if len(streams) != len(prompt_ids) * group_size:
+        raise ValueError(f"sample: got {len(streams)} streams, expected one a row: {len(prompt_ids)} prompts x {group_size}.")
+    prompt_index = [p for p in range(len(prompt_ids)) for _ in range(group_size)]
+    stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
+    settings = _Settings(max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy)
+    columns = _columns(streams, max_new_tokens, seed, greedy, model.device)
+    # waves of similar prompt length need little padding; a row's own stream makes the order immaterial
+    order = sorted(range(len(prompt_index)), key=lambda row: (len(prompt_ids[prompt_index[row]]), row))
+    with evaluating(model), torch.inference_mode():
+        parts = backbone(model)
+        for start in range(0, len(order), max_rows):
+            rows = order[start : start + max_rows]
+            _wave(model, parts, rows, [prompt_ids[prompt_index[row]] for row in rows], settings, columns)
+    return _finished(columns, prompt_index, pad_id, stop_S)
+
+
+def _wave(
+    model: Any, parts: Backbone, rows: list[int], prompts: list[Sequence[int]], settings: _Settings, columns: _Columns
+) -> None:
+    row_B = torch.tensor(rows, device=model.device)
+    logits_BV, cache, mask_BL, position_B = _prefill(model, parts, prompts, settings)
+    alive_B = torch.ones(len(rows), dtype=torch.bool, device=model.device)
+    for t in range(settings.max_new_tokens):
+        drawn = _pick(logits_BV, columns, row_B, t, settings)
+        _write(columns, row_B, t, drawn, alive_B)
+        alive_B = alive_B & ~torch.isin(drawn.token_N, settings.stop_S)
+        token_B = drawn.token_N
+        if t + 1 == settings.max_new_tokens:
+            return
+        if model.device.type == "cpu" or t % SYNC_STEPS == SYNC_STEPS - 1:
+            num_alive = int(alive_B.sum())
+            if num_alive == 0:
+                return
+            if num_alive <= COMPACT_FRAC * len(alive_B):
+                keep_B = alive_B.nonzero().flatten()
+                cache.reorder_cache(keep_B)
+                row_B, token_B, position_B = row_B[keep_B], token_B[keep_B], position_B[keep_B]
+                mask_BL = None if mask_BL is None else mask_BL[keep_B]
+                alive_B = torch.ones_like(keep_B, dtype=torch.bool)
+        position_B = position_B + 1
+        mask_BL = None if mask_BL is None else torch.nn.functional.pad(mask_BL, (0, 1), value=True)
+        inputs = _inputs(parts.decoder, token_B[:, None], mask_BL, position_B[:, None], cache)
+        logits_BV = last_logits(model, parts, inputs, settings.temperature)
+
+
+def _prefill(model: Any, parts: Backbone, prompts: list[Sequence[int]], settings: _Settings) -> Any:
+    """Read each distinct prompt once, left-padded; then one row a rollout: (logits_BV, cache, mask_BL or None, position_B)."""
+    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    width = max(len(prompt) for prompt in distinct)
+    ids_PL = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in distinct], device=model.device)
+    length_P = torch.tensor([len(prompt) for prompt in distinct], device=model.device)
+    position_PL = torch.arange(width, device=model.device) - (width - length_P)[:, None]
+    mask_PL = position_PL >= 0
+    is_padded = any(len(prompt) < width for prompt in distinct)
+    cache = DynamicCache(config=model.config)
+    inputs = _inputs(parts.decoder, ids_PL, mask_PL if is_padded else None, position_PL.clamp_min(0), cache)
+    logits_PV = last_logits(model, parts, inputs, settings.temperature)
+    number = {prompt: p for p, prompt in enumerate(distinct)}
+    pick_B = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=model.device)
+    return logits_PV[pick_B], spread(cache, pick_B), mask_PL[pick_B] if is_padded else None, length_P[pick_B] - 1
+
+
+def _inputs(decoder: Any, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: Any) -> dict[str, Any]:
+    inputs = {"input_ids": ids_BL, "attention_mask": mask_BL, "past_key_values": cache, "use_cache": True}
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        inputs["position_ids"] = position_BL
+    return inputs
+
+
+def _pick(logits_BV: Tensor, columns: _Columns, row_B: Tensor, t: int, settings: _Settings) -> Draw:
+    if settings.greedy:
+        return argmax(logits_BV)
+    return draw(truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p), columns.uniform_NT[row_B, t])
+
+
+def _write(columns: _Columns, row_B: Tensor, t: int, drawn: Draw, alive_B: Tensor) -> None:
+    # rows that stopped run on until the next compaction; what they draw is cut off by length_N
+    columns.token_ids_NT[row_B, t] = drawn.token_N
+    columns.sampler_logp_NT[row_B, t] = drawn.logp_N.float()
+    columns.entropy_NT[row_B, t] = drawn.entropy_N.float()
+    columns.length_N[row_B] += alive_B
+
+
+def _columns(streams: list[int], num: int, seed: int, greedy: bool, device: Any) -> _Columns:
+    n = len(streams)
+    floats = (torch.zeros(n, num, device=device) for _ in range(2))
+    uniform_NT = torch.empty(n, 0) if greedy else uniforms(seed, streams, num).to(device)
+    token_ids_NT = torch.zeros(n, num, dtype=torch.long, device=device)
+    return _Columns(token_ids_NT, *floats, torch.zeros(n, dtype=torch.long, device=device), uniform_NT)
+
+
+def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: Tensor) -> Rollouts:
+    width = int(columns.length_N.max())
+    mask_NT = torch.arange(width, device=columns.length_N.device) < columns.length_N[:, None]
+    token_ids_NT = columns.token_ids_NT[:, :width].masked_fill(~mask_NT, pad_id)
+    sampler_logp_NT = columns.sampler_logp_NT[:, :width] * mask_NT
+    bad_N = ~torch.isfinite(sampler_logp_NT).all(1)
+    if bad_N.any():
+        raise ValueError(
+            f"sample: the model's logits are not finite in row {int(bad_N.nonzero()[0])} ({int(bad_N.sum())} of {len(bad_N)} rows). "
+            "The weights have diverged: lower the learning rate or go back to an earlier checkpoint."
+        )
+    is_stop_N = torch.isin(token_ids_NT.gather(1, columns.length_N[:, None] - 1)[:, 0], stop_S)
+    return Rollouts(
+        prompt_index_N=torch.tensor(prompt_index, device=mask_NT.device),
+        token_ids_NT=token_ids_NT,
+        mask_NT=mask_NT,
+        sampler_logp_NT=sampler_logp_NT,
+        entropy_NT=columns.entropy_NT[:, :width] * mask_NT,
+        stop_reason=tuple("stop" if is_stop else "length" for is_stop in is_stop_N.tolist()),
+    )
+
+
+def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if len(prompt_ids) == 0:
+        raise ValueError("sample: no prompts, expected at least one list of token ids.")
+    lengths = [len(prompt) for prompt in prompt_ids]
+    if min(lengths) == 0:
+        raise ValueError(f"sample: prompt {lengths.index(0)} has no tokens, expected at least one; prepend the model's bos token.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max(lengths) + max_new_tokens > limit:
+        raise ValueError(
+            f"sample: prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, with max_new_tokens={max_new_tokens} that is more than "
+            f"the model's {limit} positions. Lower max_new_tokens or drop the prompt."
+        )
+
+
+def _check_settings(counts: dict[str, int], temperature: float, top_p: float, top_k: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"sample: {name}={value}, expected at least 1.")
+    if temperature < 0:
+        raise ValueError(f"sample: temperature={temperature}, expected 0 (greedy) or more.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"sample: top_p={top_p}, expected a number in (0, 1]; 1 keeps all.")
+    if top_k < 0:
+        raise ValueError(f"sample: top_k={top_k}, expected 0 (keep all) or more.")

@@ -1,0 +1,126 @@
+"""Built-in task: signed sums of small numbers, worked out in words with a running total.
+
+A question is ``What is 7 - 3 + 12?``; a worked answer opens with a sentence, keeps a running total over one or two terms a step in one of
+several phrasings, and closes with ``So the answer is 16.`` Only the closing sentence is graded. Numbers decide the reward; the words
+around them are shared between the answers to one question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from itertools import count
+
+from counterpoise.types import Prompt
+
+SPLITS = ("train", "test")
+TEST_FRAC = 0.1
+
+# name -> (terms, largest number); distinct problems = max_number ** terms * 2 ** (terms - 1)
+DIFFICULTIES = {"easy": (4, 9), "medium": (6, 12), "hard": (8, 20)}
+
+OPENINGS = ("Let us work it out step by step.", "We go through the terms one by one.", "I will keep a running total.")
+STARTS = ("Start with {}.", "Begin at {}.", "The first term is {}.")
+CONNECTIVES = ("Then", "Next", "Now", "After that")
+PLUS = ("add {}", "go up {}")
+MINUS = ("subtract {}", "go down {}")
+RESULTS = ("to get {}.", "which gives {}.", "making {}.")
+CLOSING = "So the answer is {}."
+PAIR_FRAC = 0.25  # how often a demonstration takes two terms in one step
+
+_CLOSING = re.compile(r"So the answer is (-?\d+)\.\s*\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Signed sums, e.g. ``What is 7 - 3 + 12 - 8 + 2 + 5?``.
+
+    Args:
+        difficulty: ``easy`` (4 terms up to 9), ``medium`` (6 terms up to 12: 95 million problems) or ``hard`` (8 terms up to 20).
+        terms, max_number: override what the difficulty sets.
+
+    A problem belongs to ``test`` if a hash of its text says so (one in ten), so no seed and no difficulty can mix the splits.
+
+    >>> task = Arithmetic()
+    >>> prompt = next(task.prompts("test", seed=0))
+    >>> task.reward(prompt, f"... So the answer is {prompt.answer}.")
+    1.0
+    """
+
+    difficulty: str = "medium"
+    terms: int | None = None
+    max_number: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.difficulty not in DIFFICULTIES:
+            raise ValueError(f"arithmetic: unknown difficulty {self.difficulty!r}. Known: {', '.join(DIFFICULTIES)}.")
+        terms, max_number = DIFFICULTIES[self.difficulty]
+        object.__setattr__(self, "terms", terms if self.terms is None else self.terms)
+        object.__setattr__(self, "max_number", max_number if self.max_number is None else self.max_number)
+        for name, least in (("terms", 2), ("max_number", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"arithmetic: {name} must be a whole number of at least {least}, got {value!r}.")
+
+    def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
+        """The endless stream of a split from position ``start``; item k depends on (split, seed, k) and the difficulty alone."""
+        if split not in SPLITS:
+            raise ValueError(f"arithmetic: unknown split {split!r}. Known: {', '.join(SPLITS)}.")
+        return (self._prompt(split, seed, position) for position in count(start))
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """1.0 if the text ends with the closing sentence and the right number, else 0.0."""
+        found = _CLOSING.search(text)
+        return float(found is not None and found[1] == prompt.answer)
+
+    def _prompt(self, split: str, seed: int, position: int) -> Prompt:
+        rng = random.Random(f"arithmetic/{split}/{seed}/{position}/{self.terms}/{self.max_number}")
+        while True:
+            numbers = self._numbers(rng)
+            problem = expression(numbers)
+            if split_of(problem) == split:
+                return Prompt(problem, f"What is {problem}?", str(sum(numbers)), {"numbers": numbers})
+
+    def _numbers(self, rng: random.Random) -> tuple[int, ...]:
+        assert self.terms is not None and self.max_number is not None
+        first, *rest = (rng.randint(1, self.max_number) for _ in range(self.terms))
+        return (first, *(number * rng.choice((1, -1)) for number in rest))
+
+
+def expression(numbers: tuple[int, ...]) -> str:
+    """The sum as text.
+
+    >>> expression((7, -3, 12))
+    '7 - 3 + 12'
+    """
+    return str(numbers[0]) + "".join(f" {'-' if number < 0 else '+'} {abs(number)}" for number in numbers[1:])
+
+
+def split_of(problem: str) -> str:
+    """``train`` or ``test``, by a hash of the problem's text."""
+    digest = hashlib.sha256(problem.encode()).digest()
+    return "test" if int.from_bytes(digest[:8], "big") < TEST_FRAC * 2**64 else "train"
+
+
+def demonstration(prompt: Prompt, rng: random.Random, pair_frac: float = PAIR_FRAC) -> str:
+    """A correct worked answer in phrasings drawn from ``rng``.
+
+    >>> demonstration(Prompt("", "What is 7 - 3?", "4", {"numbers": (7, -3)}), random.Random(1))
+    'Let us work it out step by step. The first term is 7. Then subtract 3 to get 4. So the answer is 4.'
+    """
+    numbers = prompt.meta["numbers"]
+    parts = [rng.choice(OPENINGS), rng.choice(STARTS).format(numbers[0])]
+    done = 1
+    while done < len(numbers):
+        size = 2 if done + 1 < len(numbers) and rng.random() < pair_frac else 1
+        moves = " and ".join(_move(number, rng) for number in numbers[done : done + size])
+        done += size
+        parts.append(f"{rng.choice(CONNECTIVES)} {moves} {rng.choice(RESULTS).format(sum(numbers[:done]))}")
+    return " ".join([*parts, CLOSING.format(prompt.answer)])
+
+
+def _move(number: int, rng: random.Random) -> str:
+    return rng.choice(PLUS if number > 0 else MINUS).format(abs(number))

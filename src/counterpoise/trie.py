@@ -1,0 +1,57 @@
+"""The prefix trie of a batch, as tensors: which tokens of a group stand at the same place after the same words.
+
+A node is (group, the tokens up to and including this one). Two tokens of a batch are the same node exactly when their rollouts answer the
+same prompt and agree on every token so far. Axes as in ``types``; ``M`` counts nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.numerics import groups
+
+
+class PrefixNodes(NamedTuple):
+    """``node_NT`` is dense 0..M-1, ordered by position, and -1 on padding; ``size_M`` counts the rollouts that pass through a node."""
+
+    node_NT: Tensor
+    size_M: Tensor
+
+    @property
+    def size_NT(self) -> Tensor:
+        """Rollouts of the group that share the prefix up to and including this token; 0 on padding."""
+        return torch.where(self.node_NT >= 0, self.size_M[self.node_NT.clamp(min=0)], 0)
+
+    def sum(self, value_NT: Tensor) -> Tensor:
+        """Sum of a token column over each node, [M]."""
+        is_token_NT = self.node_NT >= 0
+        return value_NT.new_zeros(len(self.size_M)).index_add(0, self.node_NT[is_token_NT], value_NT[is_token_NT])
+
+
+def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:
+    """The trie node of every response token.
+
+    One pass over positions: a node is numbered by (its parent's node, its token id), so the work is linear in tokens (a sort of N keys at
+    each position). Rows that have ended leave the pass. Ids of any integer dtype; responses must be right-padded.
+
+    >>> nodes = prefix_nodes(torch.tensor([[5, 6], [5, 7], [5, 6]]), torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 0, 0]))
+    >>> nodes.node_NT.tolist(), nodes.size_M.tolist()
+    ([[0, 1], [0, 2], [0, 1]], [3, 2, 1])
+    """
+    if (mask_NT[:, 1:] & ~mask_NT[:, :-1]).any():
+        raise ValueError("prefix_nodes: mask_NT has a gap before a response token; responses must be right-padded.")
+    node_NT = torch.full(mask_NT.shape, -1, dtype=torch.long, device=mask_NT.device)
+    parent_N, sizes, num_nodes = groups(group_N).index_N, [], 0
+    for t in range(mask_NT.shape[1]):
+        row_R = mask_NT[:, t].nonzero().flatten()
+        if len(row_R) == 0:
+            break
+        key_R2 = torch.stack([parent_N[row_R], token_ids_NT[row_R, t].long()], dim=1)
+        _, own_R, size = torch.unique(key_R2, dim=0, return_inverse=True, return_counts=True)
+        node_NT[row_R, t] = parent_N[row_R] = own_R + num_nodes
+        sizes.append(size)
+        num_nodes += len(size)
+    return PrefixNodes(node_NT, torch.cat(sizes))

@@ -1,0 +1,268 @@
+"""The nouns, the axis legend and the glossary.
+
+Axes (suffixes of names)
+    N  rollouts            G  rollouts of one prompt (a group)     P  prompts
+    T  response tokens     V  vocabulary                           D  hidden size       K  candidates kept of V
+
+Words, never mixed
+    reward     one number a rollout, from the grader
+    advantage  one signed number a rollout
+    weight     one number >= 0 a token: how a rollout's advantage is spread
+    credit     one signed number a token: what the loss gets
+    scale      one number a token: the reduction (1/denominator), known for the whole optimizer step
+    coef       minus the derivative of a token's loss by its own log-prob
+    plan       which rollouts share an optimizer step
+
+Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Prompt(NamedTuple):
+    """One question of a task: what the model reads and what the grader needs."""
+
+    id: str
+    text: str
+    answer: str = ""
+    meta: Mapping[str, Any] = {}
+
+
+# column of a TokenBatch -> how a caller measures it; the keys are the optional columns
+COLUMNS = {
+    "entropy_NT": "the entropy of the sampling distribution at each response token",
+    "trainer_logp_NT": "score the rollouts with the model being trained, before the first optimizer step",
+    "ref_logp_NT": "score the rollouts with the frozen reference model",
+    "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
+    "topk_ids_NTK": "the ids of the K largest logits at each response token",
+    "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
+    "head_VD": "the weight of the LM head, model.get_output_embeddings().weight",
+}
+FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Finished rollouts as right-padded columns; response tokens only.
+
+    Args:
+        token_ids_NT: response token ids, right-padded.
+        mask_NT: True on response tokens, False on padding.
+        group_N: which prompt each rollout answers; rollouts of one prompt share a number.
+        reward_N: the grader's number.
+        sampler_logp_NT: log-prob of each token under the policy that sampled it.
+        max_length: the generation limit, if there was one (``constant_length`` divides by it).
+        extra: further columns for rules of your own, first axis N.
+
+    The remaining columns are needed only by some rules; ``method.needs`` names them before any forward.
+
+    >>> batch = TokenBatch.from_lists([[5, 6, 7], [5, 8]], group=[0, 0], reward=[1.0, 0.0],
+    ...                               sampler_logp=[[-0.1, -0.2, -0.3], [-0.1, -2.0]])
+    >>> batch.mask_NT.sum(1).tolist()
+    [3, 2]
+    """
+
+    token_ids_NT: Tensor
+    mask_NT: Tensor
+    group_N: Tensor
+    reward_N: Tensor
+    sampler_logp_NT: Tensor
+    entropy_NT: Tensor | None = None
+    trainer_logp_NT: Tensor | None = None
+    ref_logp_NT: Tensor | None = None
+    hidden_NTD: Tensor | None = None
+    topk_ids_NTK: Tensor | None = None
+    topk_logp_NTK: Tensor | None = None
+    head_VD: Tensor | None = None
+    max_length: int | None = None
+    extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask_NT", self.mask_NT.bool())
+        _check_shapes(self)
+        _check_values(self)
+
+    @classmethod
+    def from_lists(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        group: Sequence[int],
+        reward: Sequence[float],
+        sampler_logp: Sequence[Sequence[float]],
+        dtype: torch.dtype = torch.float32,
+        **columns: Any,
+    ) -> TokenBatch:
+        """Pad ragged lists. Further columns are ragged lists too (``entropy=[[...], ...]``), or ready tensors."""
+        lengths = [len(ids) for ids in token_ids]
+        width = max(lengths, default=0)
+        mask_NT = torch.arange(width) < torch.tensor(lengths).reshape(-1, 1)
+        ragged = {"sampler_logp": sampler_logp}
+        ragged |= {name: columns.pop(name) for name in ("entropy", "trainer_logp", "ref_logp") if name in columns}
+        return cls(
+            token_ids_NT=_padded(token_ids, lengths, width, torch.long, "token_ids"),
+            mask_NT=mask_NT,
+            group_N=torch.as_tensor(group, dtype=torch.long),
+            reward_N=torch.as_tensor(reward, dtype=dtype),
+            **{f"{name}_NT": _padded(rows, lengths, width, dtype, name) for name, rows in ragged.items()},
+            **columns,
+        )
+
+    @property
+    def num_rollouts(self) -> int:
+        return self.mask_NT.shape[0]
+
+    @property
+    def length_N(self) -> Tensor:
+        """Response tokens of each rollout."""
+        return self.mask_NT.sum(1)
+
+    def column(self, name: str) -> Tensor:
+        """A column by name; a missing one is an error that says how to measure it."""
+        found = self.extra.get(name) if name in self.extra else getattr(self, name, None)
+        if found is None:
+            how = COLUMNS.get(name, "pass it in TokenBatch(extra={...})")
+            raise ValueError(f"TokenBatch has no column {name!r}. Measure it: {how}; then batch.replace({name}=...).")
+        return found
+
+    def replace(self, **columns: Any) -> TokenBatch:
+        """A copy with other columns."""
+        return dataclasses.replace(self, **columns)
+
+    def select(self, row_R: Tensor) -> TokenBatch:
+        """The chosen rollouts, in that order; columns without a rollout axis stay whole."""
+        whole = {"head_VD", "max_length"}
+        columns = {
+            field.name: value if field.name in whole or value is None else value[row_R]
+            for field in dataclasses.fields(self)
+            if field.name != "extra"
+            for value in [getattr(self, field.name)]
+        }
+        return TokenBatch(**columns, extra={name: value[row_R] for name, value in self.extra.items()})
+
+
+class Credit(NamedTuple):
+    """What a method gives to a batch. ``weight_NT`` is credit / advantage (1 where the advantage is 0)."""
+
+    advantage_N: Tensor
+    weight_NT: Tensor
+    credit_NT: Tensor
+    state: dict[str, Any] | None
+    metrics: dict[str, float]
+
+
+class Plan(NamedTuple):
+    """Rows of each optimizer step, in order, and how they came about.
+
+    ``manifest`` is JSON: the plan's name and parameters, the seed, rows and groups of each step, rows left out.
+    """
+
+    steps: tuple[Tensor, ...]
+    manifest: dict[str, Any]
+
+    def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class Rows(NamedTuple):
+    """The columns a loss reads, for the rollouts of one optimizer step or of any cut of it.
+
+    ``scale_NT`` and ``step_NT`` are computed for the whole step before it is cut, so that no cut changes a gradient.
+    """
+
+    row_R: Tensor
+    mask_NT: Tensor
+    group_N: Tensor
+    reward_N: Tensor
+    advantage_N: Tensor
+    credit_NT: Tensor
+    sampler_logp_NT: Tensor
+    scale_NT: Tensor
+    ref_logp_NT: Tensor | None = None
+    step_NT: Tensor | None = None
+
+    def select(self, pick_R: Tensor) -> Rows:
+        """A cut of these rows; ``pick_R`` indexes into them."""
+        return Rows(*(None if column is None else column[pick_R] for column in self))
+
+
+class TokenLoss(NamedTuple):
+    """One value a token, never reduced: ``total = (loss_NT * rows.scale_NT).sum()``.
+
+    ``coef_NT`` is minus the derivative of a token's loss by its own log-prob: with ``scale_NT`` it is the coefficient with which the
+    token's gradient enters the update. Padding has loss 0, coef 0, ratio 1 and is never clipped.
+    """
+
+    loss_NT: Tensor
+    ratio_NT: Tensor
+    clipped_NT: Tensor
+    coef_NT: Tensor
+
+
+def _padded(rows: Sequence[Sequence[Any]], lengths: list[int], width: int, dtype: torch.dtype, name: str) -> Tensor:
+    got = [len(row) for row in rows]
+    if got != lengths:
+        first = next((i for i, (a, b) in enumerate(zip(got, lengths)) if a != b), min(len(got), len(lengths)))
+        raise ValueError(
+            f"from_lists: {name} and token_ids disagree at rollout {first}: "
+            f"got lengths {got[first : first + 1]}, expected {lengths[first : first + 1]}."
+        )
+    out = torch.zeros(len(rows), width, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out
+
+
+def _check_shapes(batch: TokenBatch) -> None:
+    if batch.token_ids_NT.dim() != 2:
+        raise ValueError(f"TokenBatch: token_ids_NT must be [N, T], got {list(batch.token_ids_NT.shape)}.")
+    n, t = batch.token_ids_NT.shape
+    if n == 0 or t == 0:
+        raise ValueError(f"TokenBatch: no rollouts to work on, token_ids_NT is [{n}, {t}].")
+    named = [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name not in ("max_length", "extra")]
+    for name, value in named:
+        if value is None or name == "head_VD":
+            continue
+        axes = name.rsplit("_", 1)[1]
+        expected = {"N": n, "T": t}
+        if value.dim() != len(axes) or any(value.shape[k] != expected.get(a, value.shape[k]) for k, a in enumerate(axes)):
+            raise ValueError(
+                f"TokenBatch: {name} has shape {list(value.shape)}, expected {[expected.get(a, a) for a in axes]} "
+                f"(N={n} rollouts, T={t} padded response tokens from token_ids_NT)."
+            )
+    for name, value in batch.extra.items():
+        if value.shape[:1] != (n,):
+            raise ValueError(f"TokenBatch: extra column {name!r} has shape {list(value.shape)}, expected first axis N={n}.")
+
+
+def _check_values(batch: TokenBatch) -> None:
+    empty_N = ~batch.mask_NT.any(1)
+    if empty_N.any():
+        raise ValueError(
+            f"TokenBatch: rollouts {_which(empty_N)} have no response token (mask_NT is all False). "
+            "Drop them, or count the stop token as part of the response."
+        )
+    if not torch.isfinite(batch.reward_N).all():
+        raise ValueError(f"TokenBatch: reward_N is not finite at rollouts {_which(~torch.isfinite(batch.reward_N))}.")
+    for name in FLOAT_COLUMNS:
+        value = getattr(batch, name)
+        if value is None:
+            continue
+        bad_N = (~torch.isfinite(value) & batch.mask_NT).any(1)
+        if bad_N.any():
+            raise ValueError(f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}.")
+
+
+def _which(bad_N: Tensor) -> str:
+    rows = bad_N.nonzero().flatten().tolist()
+    return str(rows[:8])[:-1] + (", ...]" if len(rows) > 8 else "]")
