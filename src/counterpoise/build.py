@@ -96,7 +96,7 @@ def base_init(stage: Stateful) -> Stage:
     return init
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _keyword_parameters(fn: Stage) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(fn).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 

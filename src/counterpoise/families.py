@@ -25,7 +25,9 @@ def register(axis: str, name: str, stage: Any) -> Any:
     """Add a stage of your own to an axis; returns it. The same function may be registered twice, another one under a taken name may not."""
     taken = FAMILIES[axis].get(name)
     if taken is not None and base(taken) is not base(stage):
-        raise ValueError(f"register: {axis} {name!r} is taken by {base(taken).__module__}.{base(taken).__name__}. Choose another name.")
+        raise ValueError(
+            f"register: {axis} {name!r} is taken by {base(taken).__module__}.{base(taken).__name__}. Choose another name."
+        )
     if taken is None:
         FAMILIES[axis][name] = stage
     return stage
@@ -44,7 +46,9 @@ def register_rule(name: str, rule: Any) -> Any:
 def register_loss(name: str, loss: Stage) -> Stage:
     """A function decorated with ``counterpoise.token_loss`` becomes ``method(..., loss=name)``."""
     if not hasattr(base(loss), "prepare"):
-        raise ValueError(f"register_loss: {name!r} is a plain function. Decorate it with @counterpoise.token_loss, which derives coef_NT.")
+        raise ValueError(
+            f"register_loss: {name!r} is a plain function. Decorate it with @counterpoise.token_loss, which derives coef_NT."
+        )
     return register("loss", name, loss)
 
 

@@ -28,7 +28,14 @@ from counterpoise.numerics import LOCAL, Reduce, check_finite, masked_mean, seed
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 # axis -> field of Method
-AXES = {"advantage": "advantage", "credit": "rules", "loss": "terms", "reduction": "reduction", "plan": "planner", "controller": "controller"}
+AXES = {
+    "advantage": "advantage",
+    "credit": "rules",
+    "loss": "terms",
+    "reduction": "reduction",
+    "plan": "planner",
+    "controller": "controller",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +122,9 @@ class Method:
             raise ValueError(f"plan: num_steps must be at least 1, got {num_steps}.")
         group_N, reward_N, length_N = batch.group_N.cpu(), batch.reward_N.cpu(), batch.length_N.cpu()
         steps = call(self.planner, group_N, reward_N, length_N, num_steps=num_steps, generator=seeded(seed, step, "plan"))
-        return Plan(tuple(steps), manifest(steps, group_N) | {"plan": describe(FAMILIES["plan"], self.planner), "seed": seed, "step": step})
+        return Plan(
+            tuple(steps), manifest(steps, group_N) | {"plan": describe(FAMILIES["plan"], self.planner), "seed": seed, "step": step}
+        )
 
     def rows(self, batch: TokenBatch, credit: Credit, row_R: Tensor, *, reduce: Reduce = LOCAL) -> Rows:
         """The columns of one optimizer step, with the reduction taken over the whole of it."""
@@ -193,7 +202,9 @@ def _axis(axis: str, spec: Any, current: Any) -> Any:
     if axis in ("credit", "loss"):
         if isinstance(spec, dict) and "name" not in spec:
             if not current:
-                raise ValueError(f"method: {axis} has no stage whose parameters {sorted(spec)} could change; give a list of stages.")
+                raise ValueError(
+                    f"method: {axis} has no stage whose parameters {sorted(spec)} could change; give a list of stages."
+                )
             return (rebind(current[0], spec), *current[1:])
         stages = tuple(build(f"{axis} rule" if axis == "credit" else axis, known, one) for one in _as_list(spec))
         if axis == "loss" and not stages:

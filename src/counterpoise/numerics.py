@@ -54,8 +54,13 @@ def seeded(seed: int, step: int, purpose: str) -> torch.Generator:
     >>> torch.equal(torch.rand(2, generator=seeded(0, 1, "plan")), torch.rand(2, generator=seeded(0, 1, "plan")))
     True
     """
+    return torch.Generator().manual_seed(derived_seed(seed, step, purpose))
+
+
+def derived_seed(seed: int, step: int, purpose: str) -> int:
+    """A seed below 2**63 for one purpose at one step."""
     digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % (2**63))
+    return int.from_bytes(digest[:8], "little") % (2**63)
 
 
 class Groups(NamedTuple):
@@ -113,4 +118,6 @@ def check_finite(stage: str, value: Tensor, mask: Tensor, row_R: Tensor | None =
         return
     bad_N = bad.reshape(bad.shape[0], -1).any(1)
     rows = bad_N.nonzero().flatten() if row_R is None else row_R.to(bad_N.device)[bad_N]
-    raise ValueError(f"{stage} gave a value that is not finite at rollouts {rows.tolist()[:8]}: look at their rewards and log-probs.")
+    raise ValueError(
+        f"{stage} gave a value that is not finite at rollouts {rows.tolist()[:8]}: look at their rewards and log-probs."
+    )

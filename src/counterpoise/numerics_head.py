@@ -56,6 +56,23 @@ def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> T
     return logits if temperature == 1.0 else logits / temperature
 
 
+def logits_scores(logits_MV: Tensor, target_M: Tensor, *, with_entropy: bool = False, topk: int = 0) -> HeadScores:
+    """Log-prob of the targets, entropy and the ``topk`` largest log-probs of logits that are already there; plain operations.
+
+    >>> out = logits_scores(torch.tensor([[0.2, 0.5, 0.3]]).log(), torch.tensor([2]), topk=2)
+    >>> round(out.logp_M.exp().item(), 4), out.topk_ids_MK.tolist()
+    (0.3, [[1, 2]])
+    """
+    logp_MV = torch.log_softmax(logits_MV, dim=-1)
+    best = logp_MV.topk(min(topk, logp_MV.shape[-1]), dim=-1) if topk else None
+    return HeadScores(
+        logp_MV.gather(-1, target_M[:, None]).squeeze(-1),
+        -(logp_MV.exp() * logp_MV).sum(-1) if with_entropy else None,
+        None if best is None else best.indices,
+        None if best is None else best.values,
+    )
+
+
 @torch.no_grad()
 def head_scores(
     hidden_MD: Tensor,
@@ -82,19 +99,13 @@ def head_scores(
     >>> [round(x, 4) for x in out.logp_M.tolist()], round(out.entropy_M[0].item(), 4)
     ([-0.6931, -0.6931, -0.6931], 0.6931)
     """
-    parts = []
-    for rows in _chunks(len(target_M), head, chunk):
-        logp_MV = torch.log_softmax(head_logits(hidden_MD[rows], head, temperature=temperature), dim=-1)
-        best = logp_MV.topk(min(topk, logp_MV.shape[-1]), dim=-1) if topk else None
-        parts.append(
-            HeadScores(
-                logp_MV.gather(-1, target_M[rows, None]).squeeze(-1),
-                -(logp_MV.exp() * logp_MV).sum(-1) if with_entropy else None,
-                None if best is None else best.indices,
-                None if best is None else best.values,
-            )
+    parts = [
+        logits_scores(
+            head_logits(hidden_MD[rows], head, temperature=temperature), target_M[rows], with_entropy=with_entropy, topk=topk
         )
-    return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))
+        for rows in _chunks(len(target_M), head, chunk)
+    ]
+    return _joined(parts)
 
 
 def head_logp(
@@ -105,8 +116,8 @@ def head_logp(
     temperature: float = 1.0,
     chunk: int | None = None,
     fused: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Differentiable log-prob of the targets and entropy: ``(logp_M, entropy_M)``.
+) -> HeadScores:
+    """Differentiable log-prob of the targets and entropy.
 
     ``fused`` keeps only the hidden states and computes each chunk's logits again in the backward:
 
@@ -116,20 +127,22 @@ def head_logp(
     keeps all logits.
 
     >>> head = Head(torch.eye(2, requires_grad=True))
-    >>> logp_M, _ = head_logp(torch.zeros(1, 2), torch.tensor([0]), head)
-    >>> round(logp_M.item(), 4)
+    >>> round(head_logp(torch.zeros(1, 2), torch.tensor([0]), head).logp_M.item(), 4)
     -0.6931
     """
     if not fused:
-        parts = [_plain(hidden_MD[rows], target_M[rows], head, temperature) for rows in _chunks(len(target_M), head, chunk)]
-        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+        parts = [
+            logits_scores(head_logits(hidden_MD[rows], head, temperature=temperature), target_M[rows], with_entropy=True)
+            for rows in _chunks(len(target_M), head, chunk)
+        ]
+        return _joined(parts)
     head = _autocast(head, hidden_MD)
-    return _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, (head.scale, head.softcap, temperature, chunk))
+    spec = (head.scale, head.softcap, temperature, chunk)
+    return HeadScores(*_ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec))
 
 
-def _plain(hidden_MD: Tensor, target_M: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor]:
-    logp_MV = torch.log_softmax(head_logits(hidden_MD, head, temperature=temperature), dim=-1)
-    return logp_MV.gather(-1, target_M[:, None]).squeeze(-1), -(logp_MV.exp() * logp_MV).sum(-1)
+def _joined(parts: list[HeadScores]) -> HeadScores:
+    return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))
 
 
 def _autocast(head: Head, hidden_MD: Tensor) -> Head:

@@ -36,23 +36,51 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"advantage": "group_mean", "loss": CLIP, "reduction": "constant_length"},
     ),
     "dapo": ("Clip-higher and one token mean over the step.", "arXiv 2503.14476", {}),
-    "gspo": ("One ratio a rollout, clipped as a whole.", "arXiv 2507.18071", {"loss": "sequence_ratio", "reduction": "per_sequence"}),
+    "gspo": (
+        "One ratio a rollout, clipped as a whole.",
+        "arXiv 2507.18071",
+        {"loss": "sequence_ratio", "reduction": "per_sequence"},
+    ),
     "cispo": ("Clipped ratio as a detached weight: no token loses its gradient.", "arXiv 2506.13585", {"loss": "detached_ratio"}),
     "sapo": ("A smooth gate instead of a clip.", "arXiv 2511.20347", {"loss": "soft_gate", "reduction": "per_sequence"}),
     "rloo": ("Baseline is the mean of the other rollouts.", "arXiv 2402.14740", {"advantage": "leave_one_out", "loss": CLIP}),
-    "reinforce_pp": ("Whitened over the batch; works with one rollout a prompt.", "arXiv 2501.03262", {"advantage": "batch_whitened", "loss": CLIP}),
+    "reinforce_pp": (
+        "Whitened over the batch; works with one rollout a prompt.",
+        "arXiv 2501.03262",
+        {"advantage": "batch_whitened", "loss": CLIP},
+    ),
     "psr": ("Learns from correct rollouts only.", "arXiv 2506.01347", {"advantage": "positives_only", "loss": CLIP}),
     "nsr": ("Learns from failed rollouts only.", "arXiv 2506.01347", {"advantage": "negatives_only", "loss": CLIP}),
-    "w_reinforce": ("Correct rollouts count a tenth of failed ones.", "arXiv 2506.01347", {"advantage": "weighted_signs", "loss": CLIP}),
-    "max_rl": ("(R - m)/m: approaches maximum likelihood on hard prompts.", "arXiv 2602.02710", {"advantage": "max_rl", "loss": CLIP}),
-    "gmpo": ("Geometric mean of token ratios, clipped in log space.", "arXiv 2507.20673", {"loss": "geometric", "reduction": "per_sequence"}),
-    "ctpo": ("Prefix products of ratios, bounds that grow with the square root of the position.", "arXiv 2605.07331", {"loss": "cumulative"}),
+    "w_reinforce": (
+        "Correct rollouts count a tenth of failed ones.",
+        "arXiv 2506.01347",
+        {"advantage": "weighted_signs", "loss": CLIP},
+    ),
+    "max_rl": (
+        "(R - m)/m: approaches maximum likelihood on hard prompts.",
+        "arXiv 2602.02710",
+        {"advantage": "max_rl", "loss": CLIP},
+    ),
+    "gmpo": (
+        "Geometric mean of token ratios, clipped in log space.",
+        "arXiv 2507.20673",
+        {"loss": "geometric", "reduction": "per_sequence"},
+    ),
+    "ctpo": (
+        "Prefix products of ratios, bounds that grow with the square root of the position.",
+        "arXiv 2605.07331",
+        {"loss": "cumulative"},
+    ),
     "tpo": (
         "Cross-entropy to a target distribution over each group.",
         "arXiv 2604.06159",
         {"loss": "target", "reduction": {"name": "constant_length", "length": 1}, "plan": "query_preserved"},
     ),
-    "delta": ("Weights tokens by what sets good rollouts apart from bad ones.", "arXiv 2605.21467", {"credit": ["delta"], "loss": DELTA_CLIP}),
+    "delta": (
+        "Weights tokens by what sets good rollouts apart from bad ones.",
+        "arXiv 2605.21467",
+        {"credit": ["delta"], "loss": DELTA_CLIP},
+    ),
     "fade": (
         "Solve-rate power and failure weight, steered by running solve rate and entropy.",
         "arXiv 2607.01490",
@@ -71,19 +99,38 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dfpo_min": (
         "Every rollout of a group weighs as the least: shared tokens cancel exactly.",
         "arXiv 2604.13088v1, Eq. 17",
-        {"advantage": "group_mean", "loss": {"name": "dfpo", "transform": "min"}, "reduction": "constant_length", "plan": "query_preserved"},
+        {
+            "advantage": "group_mean",
+            "loss": {"name": "dfpo", "transform": "min"},
+            "reduction": "constant_length",
+            "plan": "query_preserved",
+        },
     ),
     "dfpo_orth": (
         "Sequence weights made orthogonal to the advantages: shared tokens cancel exactly.",
         "arXiv 2604.13088v1, Eq. 18",
-        {"advantage": "group_mean", "loss": {"name": "dfpo", "transform": "orth"}, "reduction": "constant_length", "plan": "query_preserved"},
+        {
+            "advantage": "group_mean",
+            "loss": {"name": "dfpo", "transform": "orth"},
+            "reduction": "constant_length",
+            "plan": "query_preserved",
+        },
     ),
     "ibpo": (
         "Credit only where a failed rollout differs from its nearest correct sibling.",
         "arXiv 2605.16302",
-        {"advantage": "group_mean", "credit": ["edits"], "reduction": {"name": "per_token", "count": "credited"}, "plan": "query_preserved"},
+        {
+            "advantage": "group_mean",
+            "credit": ["edits"],
+            "reduction": {"name": "per_token", "count": "credited"},
+            "plan": "query_preserved",
+        },
     ),
-    "gtpo": ("Tokens that correct and failed rollouts share are not punished.", "arXiv 2508.03772", {"credit": ["conflict"], "loss": CLIP}),
+    "gtpo": (
+        "Tokens that correct and failed rollouts share are not punished.",
+        "arXiv 2508.03772",
+        {"credit": ["conflict"], "loss": CLIP},
+    ),
     "top_entropy": ("Credit on the fifth of tokens with the highest entropy.", "arXiv 2506.01939", {"credit": ["top_entropy"]}),
     "ar": ("Credit scaled down on improbable tokens.", "arXiv 2505.12929", {"credit": ["probability_scaled"], "loss": CLIP}),
     "ktae": ("Adds each token's association with correctness in its group.", "arXiv 2505.16826", {"credit": ["ktae"]}),
@@ -142,7 +189,9 @@ def load_plugins() -> None:
         try:
             point.load()()
         except Exception as error:
-            warnings.warn(f"counterpoise plug-in {point.name!r} ({point.value}) failed: {error!r}. Its methods are missing.", stacklevel=2)
+            warnings.warn(
+                f"counterpoise plug-in {point.name!r} ({point.value}) failed: {error!r}. Its methods are missing.", stacklevel=2
+            )
 
 
 def dry_run(made: Method) -> None:
@@ -207,4 +256,3 @@ def _axis_parameters(axis: str, value: Any) -> dict[str, Any]:
         return {}
     stages = value if axis in ("credit", "loss") else (value,)
     return {describe(FAMILIES[axis], stage)["name"]: {**parameters(stage), **bound(stage)} for stage in stages}
-

@@ -31,6 +31,20 @@ class PrefixNodes(NamedTuple):
         return value_NT.new_zeros(len(self.size_M)).index_add(0, self.node_NT[is_token_NT], value_NT[is_token_NT])
 
 
+def pair_index(first_M: Tensor, second_M: Tensor) -> tuple[Tensor, int]:
+    """A dense number for every distinct pair of integers, in order of the pair; and how many there are.
+
+    >>> index, count = pair_index(torch.tensor([1, 0, 1]), torch.tensor([7, 9, 7]))
+    >>> index.tolist(), count
+    ([1, 0, 1], 2)
+    """
+    if first_M.numel() == 0:
+        return first_M.long(), 0
+    low, high = int(second_M.min()), int(second_M.max())
+    distinct, index_M = torch.unique(first_M.long() * (high - low + 1) + (second_M.long() - low), return_inverse=True)
+    return index_M, len(distinct)
+
+
 def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:
     """The trie node of every response token.
 
@@ -44,14 +58,13 @@ def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> Pref
     if (mask_NT[:, 1:] & ~mask_NT[:, :-1]).any():
         raise ValueError("prefix_nodes: mask_NT has a gap before a response token; responses must be right-padded.")
     node_NT = torch.full(mask_NT.shape, -1, dtype=torch.long, device=mask_NT.device)
-    parent_N, sizes, num_nodes = groups(group_N).index_N, [], 0
+    parent_N, num_nodes = groups(group_N).index_N, 0
     for t in range(mask_NT.shape[1]):
         row_R = mask_NT[:, t].nonzero().flatten()
         if len(row_R) == 0:
             break
-        key_R2 = torch.stack([parent_N[row_R], token_ids_NT[row_R, t].long()], dim=1)
-        _, own_R, size = torch.unique(key_R2, dim=0, return_inverse=True, return_counts=True)
-        node_NT[row_R, t] = parent_N[row_R] = own_R + num_nodes
-        sizes.append(size)
-        num_nodes += len(size)
-    return PrefixNodes(node_NT, torch.cat(sizes))
+        own_R, count = pair_index(parent_N[row_R], token_ids_NT[row_R, t])
+        parent_N = parent_N.index_put((row_R,), own_R + num_nodes)
+        node_NT[row_R, t] = parent_N[row_R]
+        num_nodes += count
+    return PrefixNodes(node_NT, torch.bincount(node_NT[mask_NT], minlength=num_nodes))

@@ -139,7 +139,7 @@ class TokenBatch:
     def select(self, row_R: Tensor) -> TokenBatch:
         """The chosen rollouts, in that order; columns without a rollout axis stay whole."""
         whole = {"head_VD", "max_length"}
-        columns = {
+        columns: dict[str, Any] = {
             field.name: value if field.name in whole or value is None else value[row_R]
             for field in dataclasses.fields(self)
             if field.name != "extra"
@@ -193,14 +193,15 @@ class Rows(NamedTuple):
 
     def select(self, pick_R: Tensor) -> Rows:
         """A cut of these rows; ``pick_R`` indexes into them."""
-        return Rows(*(None if column is None else column[pick_R] for column in self))
+        columns: list[Any] = [None if column is None else column[pick_R] for column in self]
+        return Rows(*columns)
 
 
 class TokenLoss(NamedTuple):
     """One value a token, never reduced: ``total = (loss_NT * rows.scale_NT).sum()``.
 
-    ``coef_NT`` is minus the derivative of a token's loss by its own log-prob: with ``scale_NT`` it is the coefficient with which the
-    token's gradient enters the update. Padding has loss 0, coef 0, ratio 1 and is never clipped.
+    ``coef_NT`` is minus the derivative of a token's loss by its own log-prob: times ``scale_NT`` it is the coefficient with which
+    the token's gradient enters the update. Padding has loss 0, coef 0, ratio 1 and is never clipped.
     """
 
     loss_NT: Tensor

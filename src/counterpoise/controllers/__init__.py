@@ -12,4 +12,4 @@ CONTROLLERS: dict[str, Any] = {
     "entropy_target": entropy_target,
 }
 
-__all__ = ["CONTROLLERS", *CONTROLLERS]
+__all__ = ["CONTROLLERS", "entropy_target", "fade"]

@@ -1,11 +1,63 @@
-"""Credit rules: ``rule(credit_NT, batch, *, params) -> credit_NT``, one file a family. Axes as in ``types``."""
+"""Credit rules: ``rule(credit_NT, batch, *, params) -> credit_NT``, one file a family. Axes as in ``types``.
+
+The first rule of a chain gets advantage * mask; the sign of a credit is its side, its size its weight. Padding is 0 in and out.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from counterpoise.credit.association import ktae
+from counterpoise.credit.combine import chain, keep_mass, only_negative, only_positive
+from counterpoise.credit.delta import delta
+from counterpoise.credit.difficulty import focal
+from counterpoise.credit.edits import edit_credit, edit_distance, edits, nearest_correct
+from counterpoise.credit.entropy import spurious, top_entropy
+from counterpoise.credit.negatives import negative_token_filter
+from counterpoise.credit.overlap import conflict, shared_prefix
+from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.uniform import uniform
 
 RULES: dict[str, Any] = {
     "uniform": uniform,
+    "delta": delta,
+    "negative_token_filter": negative_token_filter,
+    "edits": edits,
+    "top_entropy": top_entropy,
+    "conflict": conflict,
+    "probability_scaled": probability_scaled,
+    "ktae": ktae,
+    "shared_prefix": shared_prefix,
+    "spurious": spurious,
+    "covariance": covariance,
+    "focal": focal,
+    "kl_penalty": kl_penalty,
+    "chain": chain,
+    "keep_mass": keep_mass,
+    "only_positive": only_positive,
+    "only_negative": only_negative,
 }
+
+__all__ = [
+    "RULES",
+    "chain",
+    "conflict",
+    "covariance",
+    "delta",
+    "edit_credit",
+    "edit_distance",
+    "edits",
+    "focal",
+    "keep_mass",
+    "kl_penalty",
+    "ktae",
+    "nearest_correct",
+    "negative_token_filter",
+    "only_negative",
+    "only_positive",
+    "probability_scaled",
+    "shared_prefix",
+    "spurious",
+    "top_entropy",
+    "uniform",
+]

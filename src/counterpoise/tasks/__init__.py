@@ -1,0 +1,121 @@
+"""Prompts and graders, one file a task.
+
+A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k) alone, and ``reward(prompt, text)``.
+``train`` streams are endless. ``grade`` (see ``graders``) runs rewards so that a hanging or raising one cannot stop a run; a task whose
+reward is a few safe lines says so with ``is_trusted = True`` and is graded in the caller's process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from counterpoise.build import nearest
+from counterpoise.types import Prompt
+
+__all__ = ["Grades", "Task", "WithReward", "grade", "task"]
+
+# import paths, so that a task's own libraries are imported only when it is asked for
+BUILT_IN = {
+    "arithmetic": "counterpoise.tasks.arithmetic:Arithmetic",
+    "jsonl": "counterpoise.tasks.jsonl:Jsonl",
+    "gym": "counterpoise.tasks.gym:Gym",
+    "tabular": "counterpoise.tasks.tabular:Tabular",
+}
+SHOWN = ("arithmetic", "jsonl", "gym:<name>", "tabular", "your.module:Task")
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What the trainer asks of a task."""
+
+    def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]: ...
+
+    def reward(self, prompt: Prompt, text: str) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WithReward:
+    """A task graded by a function of the user's own, ``fn(prompt, text) -> float``."""
+
+    task: Task
+    fn: Callable[[Prompt, str], float]
+
+    def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
+        return self.task.prompts(split, seed, start)
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return self.fn(prompt, text)
+
+
+def task(name: str | Mapping[str, Any], *, reward: str | Callable[[Prompt, str], float] | None = None, **params: Any) -> Task:
+    """Build a task from its name and parameters.
+
+    Args:
+        name: ``arithmetic``, ``jsonl``, ``gym:<name>``, ``tabular``, an import path ``your.module:Task``; or a mapping with ``name``
+            and parameters.
+        reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's own grader.
+        params: the task's parameters.
+
+    >>> task("arithmetic", difficulty="easy").terms
+    4
+    >>> task({"name": "arithmetic", "dificulty": "easy"})
+    Traceback (most recent call last):
+    ...
+    ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known: difficulty, max_number, terms.
+    """
+    if isinstance(name, Mapping):
+        if "name" not in name:
+            raise ValueError(f"task: expected a mapping with 'name', got {dict(name)!r}. Known names: {', '.join(SHOWN)}.")
+        return task(**{"reward": reward, **params, **name})
+    built = _build(name, params)
+    if reward is None:
+        return built
+    return WithReward(built, _imported(reward, "reward") if isinstance(reward, str) else reward)
+
+
+def _build(name: str, params: dict[str, Any]) -> Task:
+    maker = _maker(name)
+    if name.startswith("gym:"):
+        # reasoning-gym knows the parameters of its own datasets and checks them
+        return maker(name.removeprefix("gym:"), **params)
+    known = [key for key in inspect.signature(maker).parameters if key not in ("args", "kwargs")]
+    for key in params:
+        if key not in known:
+            raise ValueError(f"task {name!r} has no parameter {key!r}. {nearest(key, known)}")
+    missing = [key for key in known if inspect.signature(maker).parameters[key].default is inspect.Parameter.empty and key not in params]
+    if missing:
+        raise ValueError(f"task {name!r} needs the parameter {missing[0]!r}.")
+    built = maker(**params)
+    if not isinstance(built, Task):
+        raise ValueError(f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and reward(prompt, text).")
+    return built
+
+
+def _maker(name: str) -> Any:
+    if name == "gym":
+        raise ValueError("task 'gym' needs the name of a reasoning-gym dataset, e.g. gym:basic_arithmetic.")
+    family = "gym" if name.startswith("gym:") else name
+    if family not in BUILT_IN and ":" not in family:
+        raise ValueError(f"unknown task {name!r}. {nearest(name, SHOWN)}")
+    return _imported(BUILT_IN.get(family, family), "task")
+
+
+def _imported(path: str, what: str) -> Any:
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{what}: expected an import path like your.module:name, got {path!r}.")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what} {path!r}: cannot import {module!r} ({error}). Is it installed or on PYTHONPATH?") from error
+    if not hasattr(found, attribute):
+        public = [key for key in vars(found) if not key.startswith("_")]
+        raise ValueError(f"{what} {path!r}: module {module!r} has no {attribute!r}. {nearest(attribute, public)}")
+    return getattr(found, attribute)
+
+
+from counterpoise.tasks.graders import Grades, grade  # noqa: E402

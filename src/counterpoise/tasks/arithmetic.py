@@ -50,6 +50,8 @@ class Arithmetic:
     1.0
     """
 
+    is_trusted = True
+
     difficulty: str = "medium"
     terms: int | None = None
     max_number: int | None = None

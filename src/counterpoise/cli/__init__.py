@@ -1,0 +1,67 @@
+"""The command line: one file a sub-command. A mistake of the user is one line on stderr and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from counterpoise.build import nearest
+
+# sub-command -> module that holds a function of that name; imported only when it is asked for
+COMMANDS = {
+    "train": "counterpoise.cli.train",
+    "eval": "counterpoise.cli.eval_",
+    "methods": "counterpoise.cli.methods",
+}
+HELP = {
+    "train": "Train a model by a recipe.",
+    "eval": "Held-out accuracy of a model or a run; paired comparison of two.",
+    "methods": "List the methods, or show one on its six axes.",
+}
+
+
+def main() -> None:
+    """Entry point of ``counterpoise``."""
+    import typer
+
+    args = sys.argv[1:]
+    if not args or args[0] in ("--help", "-h"):
+        print(overview())
+        sys.exit(0)
+    if args[0] == "--version":
+        from counterpoise import __version__
+
+        print(__version__)
+        sys.exit(0)
+    if args[0] not in COMMANDS:
+        fail(f"unknown command {args[0]!r}. {nearest(args[0], COMMANDS)}")
+    app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    module = importlib.import_module(COMMANDS[args[0]])
+    app.command(name=args[0])(getattr(module, args[0] if args[0] not in ("eval", "import") else f"{args[0]}_"))
+    try:
+        app(args=args[1:], prog_name=f"counterpoise {args[0]}")
+    except (ValueError, FileNotFoundError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def overview() -> str:
+    """What there is, one line a command."""
+    width = max(map(len, HELP))
+    lines = [f"  {name:<{width}}  {text}" for name, text in HELP.items()]
+    return "\n".join(
+        [
+            "counterpoise: see and steer the credit that every token gets in critic-free RL of language models.",
+            "",
+            "Usage: counterpoise COMMAND [OPTIONS]      counterpoise COMMAND --help shows an example",
+            "",
+            *lines,
+        ]
+    )
+
+
+def fail(message: str) -> None:
+    """One line for a person, exit code 2."""
+    print(f"counterpoise: {message}", file=sys.stderr)
+    sys.exit(2)

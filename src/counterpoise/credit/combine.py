@@ -1,0 +1,122 @@
+"""Rules made of rules: chain, keep_mass, only_positive, only_negative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoise.build import Stage, base, bindable, bound, call, needs, needs_of, reports
+from counterpoise.credit.checks import check_rule
+from counterpoise.numerics import LOCAL, Reduce
+from counterpoise.types import TokenBatch
+
+
+def _nested(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL) -> dict[str, Any]:
+    """The numbers of the rule inside, taken on the outer result."""
+    report = getattr(base(rule), "report", None)
+    return call(report, before_NT, after_NT, batch, reduce=reduce, **bound(rule)) if report else {}
+
+
+@bindable
+@needs(by=lambda rules, **_: frozenset().union(*(needs_of(rule) for rule in rules)))
+def chain(
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    rules: Sequence[Stage],
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Several rules as one, applied in order: credit' = rule_n(... rule_1(credit)). For use inside other combinators; a method's credit
+    axis is a chain already. Keeps the mass and the sign if every rule does.
+
+    >>> from counterpoise.credit import negative_token_filter, probability_scaled
+    >>> both = chain(rules=(probability_scaled(alpha=0.5), negative_token_filter(fraction=0.5)))
+    >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[0.0], sampler_logp=[[0.0, -30.0]])
+    >>> both(torch.full((1, 2), -1.0), batch).tolist()
+    [[0.0, -0.5]]
+    """
+    if not isinstance(rules, (list, tuple)):
+        raise ValueError(f"chain: rules must be a tuple of credit rules, got {rules!r}")
+    for rule in rules:
+        check_rule("chain", rule)
+        credit_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
+    return credit_NT
+
+
+@bindable
+@reports(_nested)
+def keep_mass(
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    rule: Stage,
+    per_side: bool = False,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Any rule, rescaled so that the batch keeps its mass sum|credit|.
+
+    credit' = z * rule(credit), z = sum|credit| / sum|rule(credit)| over all tokens of all ranks
+
+    So a rule that drops tokens moves credit instead of shrinking the step. Keeps the mass by construction, and the sign if the rule does.
+    Where the rule leaves nothing, nothing is rescaled.
+
+    Args:
+        credit_NT: [N, T].
+        rule: a bound credit rule.
+        per_side: one z for positive and one for negative credit; each side keeps its own mass.
+
+    >>> from counterpoise.credit import negative_token_filter
+    >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2]])
+    >>> keep_mass(rule=negative_token_filter(fraction=0.1))(torch.full((1, 3), -0.5), batch).tolist()
+    [[0.0, -1.5, 0.0]]
+    """
+    check_rule("keep_mass", rule)
+    after_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
+    if not per_side:
+        return after_NT * _factor(credit_NT.abs(), after_NT.abs(), reduce)
+    positive = _factor(credit_NT.clamp(min=0), after_NT.clamp(min=0), reduce)
+    negative = _factor(credit_NT.clamp(max=0), after_NT.clamp(max=0), reduce)
+    return after_NT * torch.where(after_NT > 0, positive, negative)
+
+
+def _factor(before_NT: Tensor, after_NT: Tensor, reduce: Reduce) -> Tensor:
+    """Mass before / mass after; 1 where nothing is left."""
+    before, after = reduce.sum(before_NT.sum()), reduce.sum(after_NT.sum())
+    return torch.where(after == 0, 1, before / torch.where(after == 0, 1, after))
+
+
+@bindable
+@reports(_nested)
+def only_positive(
+    credit_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL, generator: torch.Generator | None = None
+) -> Tensor:
+    """A rule's result on tokens of positive credit; the others are unchanged, bit for bit. The rule sees the credit of both signs.
+
+    >>> from counterpoise.credit import probability_scaled
+    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
+    >>> only_positive(rule=probability_scaled(alpha=0.5))(torch.tensor([[1.0], [-1.0]]), batch).tolist()
+    [[0.5], [-1.0]]
+    """
+    check_rule("only_positive", rule)
+    return torch.where(credit_NT > 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT)
+
+
+@bindable
+@reports(_nested)
+def only_negative(
+    credit_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL, generator: torch.Generator | None = None
+) -> Tensor:
+    """A rule's result on tokens of negative credit; the others are unchanged, bit for bit. The rule sees the credit of both signs.
+
+    >>> from counterpoise.credit import probability_scaled
+    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
+    >>> only_negative(rule=probability_scaled(alpha=0.5))(torch.tensor([[1.0], [-1.0]]), batch).tolist()
+    [[1.0], [-0.5]]
+    """
+    check_rule("only_negative", rule)
+    return torch.where(credit_NT < 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT)

@@ -1,0 +1,22 @@
+"""Rollouts: load a policy, sample from it, score what was sampled, branch from a prefix."""
+
+from counterpoise.rollouts.branch import branch
+from counterpoise.rollouts.measure import MEASURED, TokenScores, length_buckets, logp_function, measure, token_logp
+from counterpoise.rollouts.models import Policy, add_lora, encode_prompts, load_model
+from counterpoise.rollouts.sample import Rollouts, sample
+
+__all__ = [
+    "MEASURED",
+    "Policy",
+    "Rollouts",
+    "TokenScores",
+    "add_lora",
+    "branch",
+    "encode_prompts",
+    "length_buckets",
+    "load_model",
+    "logp_function",
+    "measure",
+    "sample",
+    "token_logp",
+]

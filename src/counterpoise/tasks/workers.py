@@ -1,0 +1,185 @@
+"""Worker processes for graders that may hang, raise or end their process.
+
+A worker grades one rollout at a time. One that is late is killed from outside, which also ends loops that swallow signals or sit in C
+code, and a new one takes its place. Workers live as long as the caller's process.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing as mp
+import numbers
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from counterpoise.types import Prompt
+
+START_LIMIT_S = 120.0
+
+
+class Verdict(NamedTuple):
+    """One graded rollout; ``fault`` is empty, ``failed`` or ``timed out``."""
+
+    reward: float
+    fault: str = ""
+    message: str = ""
+
+
+def verdict(task: Any, prompt: Prompt, text: str) -> Verdict:
+    """The task's reward if it is a finite number; anything else is a failure with reward 0."""
+    try:
+        reward = task.reward(prompt, text)
+        value = reward.item() if hasattr(reward, "item") else reward
+    except Exception as error:
+        # a grader's fault is reported with its rollout; it must not end a run
+        return Verdict(0.0, "failed", f"the grader raised {type(error).__name__}: {str(error)[:200]}")
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return Verdict(0.0, "failed", f"the grader returned {str(value)[:60]!r}, expected a finite number")
+    return Verdict(float(value))
+
+
+def work(connection: Connection) -> None:
+    """The life of a worker: a message is a pickled task, or (prompt, text, time limit)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    task: Any = None
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if isinstance(message, bytes):
+            task, answer = _loaded(message)
+        else:
+            prompt, text, time_limit_s = message
+            _arm(time_limit_s + 10)
+            answer = verdict(task, prompt, text)
+            _arm(0)
+        connection.send(answer)
+
+
+def _loaded(pickled: bytes) -> tuple[Any, str]:
+    try:
+        return pickle.loads(pickled), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _arm(seconds: float) -> None:
+    """Let the system end this process should the caller be gone while a grader hangs; 0 disarms."""
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+class Worker:
+    """A process that holds a task, and the rollout it grades."""
+
+    def __init__(self, pickled: bytes) -> None:
+        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        context: Any = mp.get_context(method)
+        # with these imported once, replacing a killed worker takes milliseconds
+        context.set_forkserver_preload(["counterpoise.tasks", "math_verify"])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.item: int | None = None
+        self.deadline = math.inf
+        self._load(pickled)
+
+    def _load(self, pickled: bytes) -> None:
+        try:
+            self.connection.send(pickled)
+            fault = self.connection.recv() if self.connection.poll(START_LIMIT_S) else f"no answer within {START_LIMIT_S:.0f} s"
+        except (EOFError, OSError):
+            fault = "it ended at once; a script that grades needs `if __name__ == '__main__':` around what it runs"
+        if fault:
+            self.kill()
+            raise ValueError(f"the grading process cannot load the task: {fault}.")
+        self.pickled = pickled
+
+    def is_ready(self, pickled: bytes) -> bool:
+        """Whether it is alive and holds this task."""
+        return self.pickled == pickled and self.process.is_alive() and not self.connection.closed
+
+    def begin(self, item: int, pair: tuple[Prompt, str], time_limit_s: float) -> None:
+        self.item, self.deadline = item, time.monotonic() + time_limit_s
+        self.connection.send((*pair, time_limit_s))
+
+    def end(self, time_limit_s: float) -> tuple[int, Verdict] | None:
+        """The rollout in hand and its verdict, or None while there is time left."""
+        assert self.item is not None
+        if self.connection.poll():
+            result = self._answer()
+        elif time.monotonic() >= self.deadline:
+            self.kill()
+            result = Verdict(0.0, "timed out", f"the grader took more than {time_limit_s:g} s")
+        else:
+            return None
+        item, self.item = self.item, None
+        return item, result
+
+    def _answer(self) -> Verdict:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.kill()
+            return Verdict(0.0, "failed", f"the grader ended its process (exit code {self.process.exitcode})")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Pool:
+    """Workers that are kept between calls."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.lock = threading.Lock()
+
+    def verdicts(self, task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int) -> list[Verdict]:
+        """The verdicts in the order of the pairs."""
+        with self.lock:
+            try:
+                return self._verdicts(pickle.dumps(task), pairs, time_limit_s, num_workers)
+            except BaseException:
+                # a worker may be in the middle of a rollout of this call; its answer must not reach the next one
+                self.close()
+                raise
+
+    def _verdicts(
+        self, pickled: bytes, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+    ) -> list[Verdict]:
+        waiting = list(range(len(pairs)))[::-1]
+        found: dict[int, Verdict] = {}
+        while len(found) < len(pairs):
+            for slot in range(num_workers):
+                if waiting and (slot >= len(self.workers) or self.workers[slot].item is None):
+                    item = waiting.pop()
+                    self._ready(slot, pickled).begin(item, pairs[item], time_limit_s)
+            busy = [worker for worker in self.workers if worker.item is not None]
+            wait([worker.connection for worker in busy], max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+            found.update(done for worker in busy if (done := worker.end(time_limit_s)) is not None)
+        return [found[item] for item in range(len(pairs))]
+
+    def _ready(self, slot: int, pickled: bytes) -> Worker:
+        if slot >= len(self.workers):
+            self.workers.append(Worker(pickled))
+        elif not self.workers[slot].is_ready(pickled):
+            self.workers[slot].kill()
+            self.workers[slot] = Worker(pickled)
+        return self.workers[slot]
+
+    def close(self) -> None:
+        while self.workers:
+            self.workers.pop().kill()
+
+
+POOL = Pool()

@@ -1,0 +1,1 @@
+"""The reference trainer: config, the loop, the run folder."""

@@ -1,0 +1,115 @@
+"""Held-out evaluation: avg@k, greedy, unbiased pass@k, bootstrap intervals, paired comparison on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from counterpoise.numerics import derived_seed
+from counterpoise.rollouts import Policy, encode_prompts, sample
+from counterpoise.tasks import grade
+from counterpoise.trainer.collect import autocast, prompts_from, responses
+from counterpoise.trainer.config import Config
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """A mean and its bootstrap interval over prompts."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Evaluation(NamedTuple):
+    """Rewards of k samples a prompt, and what they amount to."""
+
+    reward_PK: np.ndarray
+    accuracy: Interval
+    pass_at: dict[int, float]
+    mean_length: float
+    texts: list[list[str]]
+
+
+def evaluate(
+    policy: Policy,
+    task: Any,
+    config: Config,
+    *,
+    prompts: int,
+    samples: int = 1,
+    temperature: float = 1.0,
+    split: str = "test",
+    seed: int = 0,
+) -> Evaluation:
+    """Sample held-out prompts and grade them; ``temperature`` 0 is greedy. The same ``seed`` takes the same prompts and random streams."""
+    taken = prompts_from(task, split, seed, 0, prompts)
+    settings = config.rollouts
+    prompt_ids = encode_prompts(policy, [p.text for p in taken], chat=config.chat, max_prompt_tokens=settings.max_prompt_tokens)
+    with autocast(policy.model):
+        rollouts = sample(
+            policy.model,
+            prompt_ids,
+            group_size=samples,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=temperature,
+            stop_ids=policy.stop_ids,
+            pad_id=policy.tokenizer.pad_token_id,
+            seed=derived_seed(seed, 0, "eval"),
+            max_rows=settings.max_rows or 1024,
+        )
+    texts = responses(policy, rollouts)
+    pairs = [(taken[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
+    reward_PK = np.array(grade(task, pairs, config.grader_time_limit_s).reward).reshape(len(taken), samples)
+    return Evaluation(
+        reward_PK=reward_PK,
+        accuracy=interval(reward_PK.mean(1), seed),
+        pass_at={k: pass_at_k(reward_PK > 0.5, k) for k in powers_of_two(samples)},
+        mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
+        texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
+    )
+
+
+def interval(value_P: np.ndarray, seed: int = 0) -> Interval:
+    """Mean over prompts with a percentile bootstrap interval.
+
+    >>> interval(np.array([1.0, 1.0]))
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    mean = float(np.mean(value_P))
+    if np.ptp(value_P) == 0:
+        return Interval(mean, mean, mean)
+    rng = np.random.default_rng(seed)
+    result = stats.bootstrap((value_P,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=rng)
+    return Interval(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
+
+
+def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) -> Interval:
+    """Mean of b - a over the same prompts: the paired interval."""
+    if len(reward_a_PK) != len(reward_b_PK):
+        raise ValueError(
+            f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison needs the same prompts."
+        )
+    return interval(reward_b_PK.mean(1) - reward_a_PK.mean(1), seed)
+
+
+def pass_at_k(is_correct_PK: np.ndarray, k: int) -> float:
+    """Mean over prompts of 1 - C(n - c, k)/C(n, k), unbiased (arXiv 2107.03374, Eq. 1).
+
+    >>> pass_at_k(np.array([[True, False, False, False]]), 2)
+    0.5
+    """
+    n = is_correct_PK.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"pass_at_k: k must be between 1 and the {n} samples a prompt, got {k}.")
+    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in is_correct_PK.sum(1)]))
+
+
+def powers_of_two(top: int) -> list[int]:
+    """1, 2, 4, ... up to ``top``."""
+    return [2**e for e in range(top.bit_length()) if 2**e <= top]

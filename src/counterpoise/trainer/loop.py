@@ -1,0 +1,244 @@
+"""The loop: prompts -> rollouts -> rewards -> advantages -> token credit -> plan -> loss -> update -> ledger, as one straight line."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from counterpoise.files import append_json, read_jsonl, step_file, write_json
+from counterpoise.methods import Method
+from counterpoise.presets import method as make_method
+from counterpoise.rollouts import Policy, add_lora, load_model
+from counterpoise.schema import SCHEMA_VERSION
+from counterpoise.tasks import task as make_task
+from counterpoise.trainer import checkpoint, run_folder
+from counterpoise.trainer.checkpoint import LoopState
+from counterpoise.trainer.collect import Collected, collect, measured, step_size
+from counterpoise.trainer.config import Config, ConfigError
+from counterpoise.trainer.corrections import corrected
+from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
+from counterpoise.trainer.metrics import step_metrics
+from counterpoise.trainer.observe import observe
+from counterpoise.trainer.progress import Progress
+from counterpoise.trainer.store import write_rollouts
+from counterpoise.trainer.trackers import open_trackers
+from counterpoise.trainer.update import Update, adamw, learning_rate, take_step
+
+
+class Result(NamedTuple):
+    """How a run ended. ``first`` and ``last`` are held-out accuracies, None where evaluation is off."""
+
+    run_dir: Path
+    step: int
+    is_finished: bool
+    first: Interval | None
+    last: Interval | None
+
+
+def train(config: Config, *, resume: bool = False, fresh: bool = False, progress: Progress | None = None) -> Result:
+    """Train a policy by the recipe; everything that happened is in the run folder.
+
+    Args:
+        config: a checked recipe (``load_config``).
+        resume: continue the run in ``config.run_dir`` from its last checkpoint, bit-identically on CPU.
+        fresh: replace a run that is there.
+    """
+    run_dir = Path(config.run_dir)
+    run_folder.check_free(run_dir, fresh=fresh, resume=resume)
+    method, task = make_method(**config.method), make_task(**config.task)
+    check_groups(method, config)
+    policy, reference = load_policy(config, method)
+    optimizer = adamw(policy.model, config.optimizer)
+    state = start(run_dir, config, policy, optimizer, resume)
+    trackers = open_trackers(config, run_dir, state.step)
+    progress = progress or Progress(quiet=True)
+
+    with stop_requests() as stop, progress.open(config, state.step):
+        if state.step == 0:
+            evaluated(run_dir, 0, policy, task, config)
+            save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
+        while state.step < config.num_steps and not stop:
+            step, clock = state.step, Clock()
+
+            collected = collect(policy, task, config, step, state.num_prompts, step_size(method, config))
+            num_prompts = len(collected.prompts)
+            collected = corrected(policy, task, config, step, collected)
+            clock.mark("sample_s")
+
+            collected = measured(policy, method, config, collected, reference)
+            clock.mark("measure_s")
+
+            credit = method.assign(collected.batch, state.method, seed=config.seed, step=step)
+            plan = method.plan(collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step)
+            clock.mark("credit_s")
+
+            updates: list[Update] = []
+            with observe(run_dir, policy, optimizer, method, collected, credit, config, state) as ledger:
+                for row_R in plan:
+                    set_rate(optimizer, config, state.num_updates + len(updates))
+                    rows = method.rows(collected.batch, credit, row_R)
+                    ledger.before(rows)
+                    updates.append(take_step(policy.model, optimizer, method, rows, collected, config))
+                    ledger.after(updates[-1])
+            clock.mark("update_s")
+
+            state = advanced(state, collected, num_prompts, credit.state, updates, ledger.state)
+            metrics = {"step": step, **step_metrics(collected, credit, plan, updates), **ledger.metrics}
+            if config.eval.every and (state.step % config.eval.every == 0 or state.step == config.num_steps):
+                metrics |= evaluated(run_dir, state.step, policy, task, config)
+            clock.mark("eval_s")
+
+            write_step(run_dir, config, step, collected, credit, plan.manifest, metrics, clock)
+            is_due = bool(config.checkpoint_every) and state.step % config.checkpoint_every == 0
+            save(run_dir, policy, optimizer, state, config, always=is_due or bool(stop) or state.step == config.num_steps)
+            for tracker in trackers:
+                tracker.log(step, {**metrics, **clock.seconds})
+            progress.show(step, metrics, clock.seconds)
+    for tracker in trackers:
+        tracker.close()
+    accuracies = [
+        Interval(row["eval/accuracy"], row["eval/accuracy_low"], row["eval/accuracy_high"])
+        for row in read_jsonl(run_dir / "evals.jsonl")
+    ]
+    first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
+    return Result(run_dir, state.step, state.step == config.num_steps, first, last)
+
+
+def check_groups(method: Method, config: Config) -> None:
+    """G = 1 with an estimator that compares rollouts of a prompt: say so before a model loads."""
+    if config.rollouts.group_size > 1:
+        return
+    one_N = torch.zeros(2)
+    try:
+        method.advantage(one_N, torch.arange(2))
+    except ValueError as error:
+        raise ConfigError(f"rollouts.group_size is 1. {error}") from None
+
+
+def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
+    """The policy, and a frozen copy of it where the method needs a reference."""
+    device, dtype = device_of(config), torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    policy = load_model(config.model, dtype=dtype, device=device)
+    reference = load_model(config.model, dtype=dtype, device=device).model if "ref_logp_NT" in method.needs else None
+    if reference is not None:
+        reference.requires_grad_(False)
+    if config.lora:
+        policy = policy._replace(model=add_lora(policy.model, **config.lora.model_dump()))
+    return policy, reference
+
+
+def device_of(config: Config) -> torch.device:
+    """The device of the recipe; ``auto`` takes CUDA where there is one."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(automatic if config.device == "auto" else config.device)
+
+
+def start(run_dir: Path, config: Config, policy: Policy, optimizer: torch.optim.Optimizer, resume: bool) -> LoopState:
+    """A new run folder, or the state of the last checkpoint with everything after it forgotten."""
+    found = checkpoint.checkpoints(run_dir) if resume else []
+    if found:
+        state = checkpoint.restore(found[-1], policy.model, optimizer)
+        run_folder.rewind(run_dir, state.step)
+        return state
+    torch.manual_seed(config.seed)
+    run_folder.create(run_dir, config, run_folder.facts(config, policy.model.device))
+    return LoopState()
+
+
+def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> None:
+    rate = learning_rate(config.optimizer, update, config.num_steps * config.optimizer.steps_per_batch)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def advanced(
+    state: LoopState, collected: Collected, num_prompts: int, method_state: Any, updates: list[Update], ledger_state: Any
+) -> LoopState:
+    """The state after one rollout batch."""
+    return LoopState(
+        step=state.step + 1,
+        num_prompts=state.num_prompts + num_prompts,
+        num_updates=state.num_updates + len(updates),
+        num_tokens=state.num_tokens + int(collected.batch.mask_NT.sum()),
+        num_grader_failures=state.num_grader_failures + collected.num_grader_failures,
+        method=method_state,
+        ledger=ledger_state,
+    )
+
+
+def evaluated(run_dir: Path, step: int, policy: Policy, task: Any, config: Config) -> dict[str, float]:
+    """Held-out numbers after ``step`` rollout batches; rewards of every prompt go to ``evals.jsonl``. Empty if evaluation is off."""
+    if not config.eval.every:
+        return {}
+    settings = config.eval
+    out = evaluate(policy, task, config, prompts=settings.prompts, samples=settings.samples, temperature=settings.temperature)
+    numbers = eval_metrics(out)
+    append_json(run_dir / "evals.jsonl", {"step": step, **numbers, "reward_PK": out.reward_PK.tolist()})
+    return numbers
+
+
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
+    mean, low, high = evaluation.accuracy
+    passed = {f"eval/pass@{k}": value for k, value in evaluation.pass_at.items() if k > 1}
+    return {
+        "eval/accuracy": mean,
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/length": evaluation.mean_length,
+        **passed,
+    }
+
+
+def write_step(
+    run_dir: Path, config: Config, step: int, collected: Collected, credit: Any, manifest: Any, metrics: Any, clock: Clock
+) -> None:
+    """The step's files; metrics last, so that a step in ``metrics.jsonl`` has all its files."""
+    if config.save_rollouts_every and step % config.save_rollouts_every == 0:
+        write_rollouts(step_file(run_dir, "rollouts", step, ".parquet"), step, collected, credit)
+    write_json(step_file(run_dir, "plan", step, ".json"), {"schema_version": SCHEMA_VERSION, **manifest})
+    tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"], 1e-9)
+    append_json(run_dir / "timing.jsonl", {"step": step, **clock.seconds, "sample_tokens_per_s": tokens_per_s})
+    append_json(run_dir / "metrics.jsonl", metrics)
+
+
+def save(
+    run_dir: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, always: bool
+) -> None:
+    is_kept = bool(config.keep_every) and state.step % config.keep_every == 0
+    if always or is_kept:
+        checkpoint.save(run_dir, policy, optimizer, state, keep=config.keep_checkpoints, keep_every=config.keep_every)
+
+
+class Clock:
+    """Seconds between marks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its step, writes a checkpoint and leaves."""
+    received: list[int] = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            handlers[number] = signal.signal(number, lambda got, frame: received.append(got))
+        except ValueError:  # not the main thread: signals are somebody else's business
+            break
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,81 @@
+"""The numbers of a step, from the tensors of the step. Every key is explained in docs/metrics.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from counterpoise.batches import audit
+from counterpoise.numerics import groups, masked_mean
+from counterpoise.trainer.collect import Collected
+from counterpoise.trainer.update import Update
+from counterpoise.types import Credit, Plan
+
+
+def step_metrics(collected: Collected, credit: Credit, plan: Plan, updates: list[Update]) -> dict[str, float]:
+    """Rollouts, credit, plan and updates of one rollout batch, flat."""
+    return {
+        **rollout_metrics(collected),
+        **credit.metrics,
+        **plan_metrics(plan, collected, credit),
+        **update_metrics(updates),
+    }
+
+
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    batch = collected.batch
+    assert batch.entropy_NT is not None
+    is_constant_N = groups(batch.group_N).is_constant(batch.reward_N)
+    return {
+        "reward/mean": float(batch.reward_N.mean()),
+        "reward/solved_frac": float((batch.reward_N > 0.5).float().mean()),
+        "reward/constant_group_frac": float(is_constant_N.float().mean()),
+        "rollouts/num": batch.num_rollouts,
+        "rollouts/length": float(batch.length_N.float().mean()),
+        "rollouts/cut_frac": sum(reason == "length" for reason in collected.stop_reason) / batch.num_rollouts,
+        "rollouts/num_tokens": int(batch.mask_NT.sum()),
+        "entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT)),
+        "grader/num_failures": collected.num_grader_failures,
+    }
+
+
+def plan_metrics(plan: Plan, collected: Collected, credit: Credit) -> dict[str, float]:
+    seen = audit(plan, collected.batch, credit.advantage_N)
+    return {
+        "plan/pairs_kept": seen.pairs_kept,
+        "plan/prompts_split_frac": seen.prompts_split_frac,
+        "plan/positive_frac_min": min(seen.positive_frac),
+        "plan/positive_frac_max": max(seen.positive_frac),
+        "plan/rows_left_out": len(plan.manifest["left_out"]),
+    }
+
+
+def update_metrics(updates: list[Update]) -> dict[str, Any]:
+    mean = {key: sum(values) / len(values) for key, values in _by_update(updates).items()}
+    return {
+        **mean,
+        "loss/grad_norm_max": max(update.grad_norm for update in updates),
+        "optimizer/lr": updates[-1].lr,
+        "optimizer/num_steps": len(updates),
+    }
+
+
+def _by_update(updates: list[Update]) -> dict[str, list[float]]:
+    out: dict[str, list[float]] = {}
+    for update in updates:
+        mask_NT, loss = update.rows.mask_NT, update.loss
+        gap_NT = torch.where(mask_NT, update.trainer_logp_NT - update.rows.sampler_logp_NT, 0)
+        numbers = {
+            "loss/total": (loss.loss_NT * update.rows.scale_NT).sum(),
+            "loss/clipped_frac": masked_mean(loss.clipped_NT.float(), mask_NT),
+            "loss/ratio_mean": masked_mean(loss.ratio_NT, mask_NT),
+            "loss/ratio_max": torch.where(mask_NT, loss.ratio_NT, 0).max(),
+            "loss/coef_mass": (loss.coef_NT * update.rows.scale_NT).abs().sum(),
+            "loss/sampler_gap": masked_mean(gap_NT.abs(), mask_NT),
+            "loss/grad_norm": update.grad_norm,
+            "loss/grad_clip_factor": update.clip_factor,
+        }
+        for key, value in numbers.items():
+            out.setdefault(key, []).append(float(value))
+    return out

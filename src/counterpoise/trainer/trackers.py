@@ -1,0 +1,60 @@
+"""Where numbers go besides the run folder: TensorBoard by default, W&B or trackio by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from counterpoise.trainer.config import Config, ConfigError
+
+
+class Tracker(NamedTuple):
+    """``log(step, numbers)`` and ``close()`` of one service."""
+
+    log: Callable[[int, dict[str, Any]], None]
+    close: Callable[[], None]
+
+
+def open_trackers(config: Config, run_dir: Path, step: int) -> list[Tracker]:
+    """The trackers of the config; a package that is missing is an error that names it."""
+    return [OPENERS[name](config, run_dir, step) for name in config.trackers]
+
+
+def _tensorboard(config: Config, run_dir: Path, step: int) -> Tracker:
+    _installed("tensorboard")
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None)
+
+    def log(at: int, numbers: dict[str, Any]) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, at)
+        writer.flush()
+
+    return Tracker(log, writer.close)
+
+
+def _wandb(config: Config, run_dir: Path, step: int) -> Tracker:
+    return _run_tracker(_installed("wandb"), config, run_dir, {"resume": "allow", "id": run_dir.name, "dir": str(run_dir)})
+
+
+def _trackio(config: Config, run_dir: Path, step: int) -> Tracker:
+    return _run_tracker(_installed("trackio"), config, run_dir, {"resume": "allow"})
+
+
+def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str, Any]) -> Tracker:
+    run = package.init(project=config.project, name=run_dir.name, config=config.model_dump(mode="json"), **options)
+    return Tracker(lambda at, numbers: run.log(numbers, step=at), run.finish)
+
+
+def _installed(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"trackers: {name!r} is not installed. pip install {name}, or take it out of trackers.") from None
+
+
+OPENERS: dict[str, Callable[[Config, Path, int], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -1,0 +1,116 @@
+"""One optimizer step: the step's rows -> loss -> gradient -> parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.batches import shard
+from counterpoise.methods import Method
+from counterpoise.rollouts import measure, token_logp
+from counterpoise.trainer.collect import Collected, autocast
+from counterpoise.trainer.config import Config, Optimizer
+from counterpoise.types import Rows, TokenLoss
+
+
+class Update(NamedTuple):
+    """An optimizer step as it was: the tensors the loss used and returned, for all rows of the step."""
+
+    rows: Rows
+    trainer_logp_NT: Tensor
+    loss: TokenLoss
+    grad_norm: float
+    clip_factor: float
+    lr: float
+
+
+def take_step(
+    model: Any, optimizer: torch.optim.Optimizer, method: Method, rows: Rows, collected: Collected, config: Config
+) -> Update:
+    """Accumulate the gradient of the step's rows over micro-batches, clip it, step. The cut into micro-batches changes no result."""
+    rows = prepared(model, method, rows, collected, config)
+    batch, temperature = collected.batch, config.rollouts.temperature
+    logp_NT, parts = torch.zeros_like(rows.sampler_logp_NT), []
+    cuts = micro_batches(rows, collected, config.optimizer.token_budget)
+    for pick_R in cuts:
+        micro = rows.select(pick_R)
+        with autocast(model):
+            trainer_logp_NT = token_logp(
+                model,
+                [collected.prompt_ids[r] for r in micro.row_R.tolist()],
+                batch.token_ids_NT[micro.row_R],
+                micro.mask_NT,
+                temperature=temperature,
+            )
+        loss = method.loss(trainer_logp_NT, micro)
+        (loss.loss_NT * micro.scale_NT).sum().backward()
+        logp_NT[pick_R] = trainer_logp_NT.detach()
+        parts.append(TokenLoss(*(column.detach() for column in loss)))
+    order_R = torch.cat(cuts).argsort()
+    whole = TokenLoss(*(torch.cat(columns)[order_R] for columns in zip(*parts)))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    clip_factor = clip_(parameters, grad_norm, config.optimizer.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Update(rows, logp_NT, whole, grad_norm, clip_factor, optimizer.param_groups[0]["lr"])
+
+
+def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:
+    """Rows with what the loss must know of the whole step; one no-grad forward where the method asks for it."""
+    if not method.needs_step_logp:
+        return rows
+    prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
+    with autocast(model):
+        columns = measure(
+            model,
+            prompt_ids,
+            collected.batch.token_ids_NT[rows.row_R],
+            rows.mask_NT,
+            {"trainer_logp_NT"},
+            temperature=config.rollouts.temperature,
+            token_budget=config.optimizer.token_budget,
+        )
+    return method.prepare(columns["trainer_logp_NT"], rows)
+
+
+def micro_batches(rows: Rows, collected: Collected, token_budget: int) -> list[Tensor]:
+    """Cuts of the step, by the padded length of prompt and response; indices into ``rows``."""
+    prompt_N = torch.tensor([len(collected.prompt_ids[r]) for r in rows.row_R.tolist()])
+    length_N = prompt_N + rows.mask_NT.sum(1).cpu()
+    (cuts,) = shard(torch.arange(len(length_N)), length_N, token_budget=token_budget)
+    return [cut.to(rows.mask_NT.device) for cut in cuts]
+
+
+def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -> float:
+    """Scale gradients in place so that their norm is at most ``clip_norm``; returns the factor."""
+    if not math.isfinite(grad_norm):
+        raise ValueError(f"the gradient's norm is {grad_norm}. Lower optimizer.lr, or look at the last rollouts in the run folder.")
+    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (grad_norm + 1e-6))
+    if factor < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+    return factor
+
+
+def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+
+
+def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:
+    """The rate of one optimizer step (counted from 0): linear warm-up, then constant, linear to 0 or a half cosine.
+
+    >>> learning_rate(Optimizer(lr=1.0, warmup=4), update=1, num_updates=100)
+    0.5
+    """
+    if update < settings.warmup:
+        return settings.lr * (update + 1) / settings.warmup
+    done = (update - settings.warmup) / max(1, num_updates - settings.warmup)
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return settings.lr * shape[settings.schedule]
