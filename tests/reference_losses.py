@@ -162,7 +162,10 @@ def target(case, temperature=1.0):
         p = softmax([sum(case.trainer[i]) for i in members])
         for i, to, at in zip(members, q, p):
             pull[i] = to - at
-    return [[(-pull[i] * logp, pull[i], math.exp(x), False) for logp, x in zip(case.trainer[i], row)] for i, row in enumerate(log_ratios(case))]
+    return [
+        [(-pull[i] * logp, pull[i], math.exp(x), False) for logp, x in zip(case.trainer[i], row)]
+        for i, row in enumerate(log_ratios(case))
+    ]
 
 
 def dfpo_weights(case, transform="min", weight="geometric_mean", length="outside") -> list[float]:

@@ -188,18 +188,18 @@ def test_edits_equal_their_twin(batch, serving):
 
 
 def test_edits_by_hand():
-    # failed 1 2 3 4 5, nearest correct 1 9 3 5 6: 2 -> 9, 4 deleted, 6 inserted; the far sibling is left alone. Gain 0.9 - 0.2.
+    # failed 1 2 3 4 5 6, nearest correct 1 9 3 5 6 8: 2 -> 9, 4 goes, 8 comes; the far sibling is left alone. Gain 0.9 - 0.2.
     batch = batch_of(
-        [[1, 2, 3, 4, 5], [1, 9, 3, 5, 6], [7, 7, 7], [1, 2], [1, 2]],
+        [[1, 2, 3, 4, 5, 6], [1, 9, 3, 5, 6, 8], [7, 7, 7], [1, 2], [1, 2]],
         group=[4, 4, 4, 8, 8],
         reward=[0.2, 0.9, 0.8, 1.0, 1.0],
     )
-    found_NT = rules.edits(torch.ones(5, 5, dtype=torch.float64), batch)
-    g = 0.7
-    close(found_NT, [[0, -g, 0, -g, 0], [0, g, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
-    first_NT = rules.edits(torch.ones(5, 5, dtype=torch.float64), batch, first_edits=1)
-    close(first_NT, [[0, -g, 0, 0, 0], [0, g, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
-    report = base(rules.edits).report(torch.ones(5, 5), found_NT, batch)
+    incoming_NT, g = torch.ones(5, 6, dtype=torch.float64), 0.7
+    found_NT = rules.edits(incoming_NT, batch)
+    close(found_NT, [[0, -g, 0, -g, 0, 0], [0, g, 0, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
+    first_NT = rules.edits(incoming_NT, batch, first_edits=1)
+    close(first_NT, [[0, -g, 0, 0, 0, 0], [0, g, 0, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
+    report = base(rules.edits).report(incoming_NT, found_NT, batch)
     assert {key: float(value) for key, value in report.items()} == pytest.approx(
         {"pairs": 1, "skipped_groups": 1, "skipped_group_frac": 0.5, "credit_sum": 0.0, "credit_sum_per_pair": 0.0}, abs=1e-12
     )
@@ -256,7 +256,7 @@ def test_conflict_by_hand():
     close(start_NT, [[2, 2, 1, 1, 1], [0, -1, -1, -1], [0, 0, -1, -1], [-1, -1]])
     end_NT = rules.conflict(credit_NT, batch, runs="end")
     close(end_NT, [[1, 1, 1, 2, 2], [-1, -1, 0, 0], [-1, -1, -1, 0], [-1, -1]])
-    # B's second 9 stands where C's 9 and A's first 9 do not conflict from the start: position 3 holds A's 9 (+), B's 9 (-), C's 9 (-)
+    # the 9 at position 3 is in A (+), B (-) and C (-), but their runs from the start are broken before it
     close(rules.conflict(credit_NT, batch), [[2, 2, 1, 2, 2], [0, -1, 0, 0], [0, 0, -1, 0], [-1, -1]])
     assert not torch.signbit(rules.conflict(credit_NT, batch)[1, 0])  # 0.0, not -0.0
 

@@ -123,7 +123,7 @@ def needs_of(stage: Any) -> frozenset[str]:
     """The columns that a bound stage reads, nested rules included."""
     fixed, by = getattr(base(stage), "needs", (frozenset(), None))
     settings = {**{k: v for k, v in parameters(stage).items() if v is not inspect.Parameter.empty}, **bound(stage)}
-    nested = [needs_of(value) for value in bound(stage).values() if callable(value)]
+    nested = [needs_of(inner) for value in bound(stage).values() for inner in _stages(value)]
     return frozenset(fixed).union(by(**settings) if by else (), *nested)
 
 
@@ -140,6 +140,8 @@ def build(family: str, known: Mapping[str, Any], spec: Any) -> Any:
         raise ValueError(f"unknown {family} {name!r}. {nearest(name, known)}")
     if "rule" in params:
         params["rule"] = build(family, known, params["rule"])
+    if "rules" in params:
+        params["rules"] = tuple(build(family, known, rule) for rule in params["rules"])
     missing = [key for key, default in parameters(known[name]).items() if default is inspect.Parameter.empty and key not in params]
     if missing:
         raise ValueError(f"{family} {name!r} needs the parameter {missing[0]!r}.")
@@ -150,7 +152,20 @@ def describe(known: Mapping[str, Any], stage: Any) -> Any:
     """The mapping from which ``build`` makes this stage again. A function outside the table is described as ``module:name``."""
     own = base(stage)
     name = next((key for key, value in known.items() if base(value) is own), f"{own.__module__}:{own.__qualname__}")
-    return {"name": name} | {key: describe(known, value) if callable(value) else value for key, value in bound(stage).items()}
+    return {"name": name} | {key: _described(known, value) for key, value in bound(stage).items()}
+
+
+def _described(known: Mapping[str, Any], value: Any) -> Any:
+    if callable(value):
+        return describe(known, value)
+    return [describe(known, stage) for stage in value] if _stages(value) else value
+
+
+def _stages(value: Any) -> list[Any]:
+    """The stages that a parameter holds: one, several, or none."""
+    if callable(value):
+        return [value]
+    return [one for one in value if callable(one)] if isinstance(value, (list, tuple)) else []
 
 
 class Control(NamedTuple):

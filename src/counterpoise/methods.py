@@ -105,8 +105,7 @@ class Method:
             before_NT, offers = credit_NT, {"reduce": reduce, "generator": seeded(seed, step, f"credit/{k}")}
             credit_NT, rule_state = _applied(rule, state["rules"][k], credit_NT, batch, offers)
             rule_states.append(rule_state)
-            check_finite(f"credit rule {base(rule).__name__}", credit_NT, batch.mask_NT)
-            credit_NT = torch.where(batch.mask_NT, credit_NT, 0)
+            credit_NT = _checked(base(rule).__name__, credit_NT, batch.mask_NT)
             metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, reduce)
         return Credit(
             advantage_N=advantage_N,
@@ -227,6 +226,13 @@ def _applied(rule: Any, state: Any, credit_NT: Tensor, batch: TokenBatch, offers
     if isinstance(rule, Stateful):
         return call(rule.apply, state, credit_NT, batch, **offers)
     return call(rule, credit_NT, batch, **offers), None
+
+
+def _checked(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    if credit_NT.shape != mask_NT.shape:
+        raise ValueError(f"credit rule {name} returned shape {list(credit_NT.shape)}, expected {list(mask_NT.shape)}: one number a token.")
+    check_finite(f"credit rule {name}", credit_NT, mask_NT)
+    return torch.where(mask_NT, credit_NT, 0)
 
 
 def _weight(credit_NT: Tensor, advantage_N: Tensor, mask_NT: Tensor) -> Tensor:

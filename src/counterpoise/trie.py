@@ -15,7 +15,7 @@ from counterpoise.numerics import groups
 
 
 class PrefixNodes(NamedTuple):
-    """``node_NT`` is dense 0..M-1, ordered by position, and -1 on padding; ``size_M`` counts the rollouts that pass through a node."""
+    """``node_NT`` is dense 0..M-1 and -1 on padding; ``size_M`` counts the rollouts that pass through a node."""
 
     node_NT: Tensor
     size_M: Tensor
@@ -48,8 +48,13 @@ def pair_index(first_M: Tensor, second_M: Tensor) -> tuple[Tensor, int]:
 def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:
     """The trie node of every response token.
 
-    One pass over positions: a node is numbered by (its parent's node, its token id), so the work is linear in tokens (a sort of N keys at
-    each position). Rows that have ended leave the pass. Ids of any integer dtype; responses must be right-padded.
+    One pass over positions: a node is numbered by (its parent's node, its token id), a sort of at most N keys at each position. A rollout
+    that has parted from all others leaves the pass, since it stays alone; its later tokens are numbered at the end, all at once.
+
+    Args:
+        token_ids_NT: ids of any integer dtype.
+        mask_NT: True on response tokens, which must be right-padded.
+        group_N: which prompt each rollout answers.
 
     >>> nodes = prefix_nodes(torch.tensor([[5, 6], [5, 7], [5, 6]]), torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 0, 0]))
     >>> nodes.node_NT.tolist(), nodes.size_M.tolist()
@@ -58,13 +63,16 @@ def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> Pref
     if (mask_NT[:, 1:] & ~mask_NT[:, :-1]).any():
         raise ValueError("prefix_nodes: mask_NT has a gap before a response token; responses must be right-padded.")
     node_NT = torch.full(mask_NT.shape, -1, dtype=torch.long, device=mask_NT.device)
-    parent_N, num_nodes = groups(group_N).index_N, 0
+    row_R, parent_R, num_nodes = torch.arange(len(group_N), device=mask_NT.device), groups(group_N).index_N, 0
     for t in range(mask_NT.shape[1]):
-        row_R = mask_NT[:, t].nonzero().flatten()
+        is_there_R = mask_NT[row_R, t]
+        row_R, parent_R = row_R[is_there_R], parent_R[is_there_R]
         if len(row_R) == 0:
             break
-        own_R, count = pair_index(parent_N[row_R], token_ids_NT[row_R, t])
-        parent_N = parent_N.index_put((row_R,), own_R + num_nodes)
-        node_NT[row_R, t] = parent_N[row_R]
-        num_nodes += count
-    return PrefixNodes(node_NT, torch.bincount(node_NT[mask_NT], minlength=num_nodes))
+        node_R, count = pair_index(parent_R, token_ids_NT[row_R, t])
+        node_NT[row_R, t] = node_R + num_nodes
+        is_shared_R = torch.bincount(node_R)[node_R] > 1
+        row_R, parent_R, num_nodes = row_R[is_shared_R], node_R[is_shared_R], num_nodes + count
+    is_alone_NT = mask_NT & (node_NT < 0)
+    node_NT[is_alone_NT] = num_nodes + torch.arange(int(is_alone_NT.sum()), device=mask_NT.device)
+    return PrefixNodes(node_NT, torch.bincount(node_NT[mask_NT]))

@@ -159,8 +159,8 @@ def ktae(
 
     >>> batch = TokenBatch.from_lists([[1, 5], [1, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
     >>> ktae(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch, frequency_weight=0.0)
-    tensor([[ 0.5000,  0.8736],
-            [-0.5000, -0.8736]])
+    tensor([[ 0.5000,  0.8737],
+            [-0.5000, -0.8737]])
     """
     for key, value in {"fisher_weight": fisher_weight, "gain_weight": gain_weight, "frequency_weight": frequency_weight, "top": top}.items():
         check_number("ktae", key, value, 0, float("inf"))

@@ -1,4 +1,7 @@
-"""DelTA: a token weighs more the closer its gradient is to its own side's centroid than to the other's. Axes: see ``delta_score``."""
+"""DelTA: a token weighs more the closer its gradient is to its own side's centroid than to the other's.
+
+Axes as in ``delta_score``.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def _weight_numbers(weight_M: Tensor, sides: Sides, batch: TokenBatch) -> dict[s
         "weight_min": every.min() if len(every) else torch.ones(()),
         "weight_max": every.max() if len(every) else torch.ones(()),
         "inflation": (positive * sides.count[0] + negative * sides.count[1]) / num_credited if num_credited > 0 else torch.ones(()),
-        "zero_frac": 1 - num_credited / sides.reduce.sum(batch.mask_NT.sum()),
+        "zero_frac": 1 - num_credited.double() / sides.reduce.sum(batch.mask_NT.sum()),
     }
 
 
@@ -223,7 +226,8 @@ def _selected(value_M: Tensor, settings: Settings, reduce: Reduce) -> tuple[Tens
     every = sign * reduce.cat(value_M)
     if not len(every):
         return value_M, 1.0
-    last = torch.kthvalue(every, math.ceil(settings.select_frac * len(every))).values
+    num_chosen = math.ceil(settings.select_frac * len(every) - 1e-9)  # 0.1 * 30 rounds to a little over 3
+    last = torch.kthvalue(every, max(num_chosen, 1)).values
     # a token with credit 0 weighs as the mean of the others, so that it changes no mean
     return (sign * value_M <= last).to(value_M.dtype), float((every <= last).double().mean())
 

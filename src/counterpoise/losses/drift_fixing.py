@@ -1,8 +1,8 @@
 """DFPO: sequence weights transformed within each group so that tokens shared by its rollouts cancel.
 
-A token that several rollouts of a group share (same context, same token) gets (1/G) sum_i A_i alpha_i times one gradient, alpha_i the weight with
-which rollout i enters. sum_i A_i = 0, so equal weights give exactly 0 there; the group's own sequence weights w_i do not. ``min`` makes the weights
-equal, ``orth`` takes the part along A out of them.
+A token that several rollouts of a group share (same context, same token) gets (1/G) sum_i A_i alpha_i times one gradient, alpha_i the weight
+of rollout i. sum_i A_i = 0, so equal weights give exactly 0 there; the group's own sequence weights w_i do not. ``min`` makes the
+weights equal, ``orth`` takes the part along A out of them.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ def kl(trainer_logp_NT: Tensor, rows: Rows, *, estimator: str = "k3", coef: floa
     """
     check_number("kl", least=0, coef=coef)
     if rows.ref_logp_NT is None:
-        raise ValueError("kl: the rows have no ref_logp_NT. Score the rollouts with the frozen reference model: batch.replace(ref_logp_NT=...).")
+        raise ValueError(
+            "kl: the rows have no ref_logp_NT. Score the rollouts with the frozen reference model: batch.replace(ref_logp_NT=...)."
+        )
     value_NT = kl_estimator(estimator)(trainer_logp_NT, rows.ref_logp_NT)
     return coef * value_NT, log_ratio(trainer_logp_NT, rows).exp(), torch.zeros_like(rows.mask_NT)

@@ -11,7 +11,9 @@ from counterpoise.losses.token_loss import Parts, check_number, clamp_by_side, l
 from counterpoise.types import Rows
 
 
-def clip_by_side(stage: str, trainer_logp_NT: Tensor, rows: Rows, clip_low: float, clip_high: float, ceiling: float = math.inf) -> Parts:
+def clip_by_side(
+    stage: str, trainer_logp_NT: Tensor, rows: Rows, clip_low: float, clip_high: float, ceiling: float = math.inf
+) -> Parts:
     """-min(r c, clip(r, 1 - clip_low, 1 + clip_high) c), at most -ceiling c where c < 0."""
     check_number(stage, least=0, clip_low=clip_low, clip_high=clip_high)
     check_number(stage, above=1, dual_clip=ceiling)
@@ -31,7 +33,9 @@ def reinforce(trainer_logp_NT: Tensor, rows: Rows) -> Parts:
 
 
 @token_loss
-def clipped(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = math.inf) -> Parts:
+def clipped(
+    trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = math.inf
+) -> Parts:
     """PPO's clip: L = -min(r c, clip(r, 1 - clip_low, 1 + clip_high) c), and for c < 0 at most -dual_clip c.
 
     Coef is r c, and 0 where the token is clipped: above 1 + clip_high for c > 0, below 1 - clip_low or above dual_clip for c < 0.
@@ -46,7 +50,9 @@ def clipped(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.2, clip_
 
 
 @token_loss
-def dual_clip(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 10.0) -> Parts:
+def dual_clip(
+    trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 10.0
+) -> Parts:
     """``clipped`` with its third bound on: the ratio of a token with negative credit counts for at most ``dual_clip``.
 
     Without it one token that the trainer has come to like and the grader does not can dominate a step: its ratio has no upper bound.
@@ -97,7 +103,7 @@ def soft_gate(trainer_logp_NT: Tensor, rows: Rows, *, tau_pos: float = 1.0, tau_
     """
     check_number("soft_gate", above=0, tau_pos=tau_pos, tau_neg=tau_neg)
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
-    tau_NT = torch.where(rows.credit_NT > 0, tau_pos, tau_neg).to(ratio_NT.dtype)
+    tau_NT = torch.where(rows.credit_NT > 0, ratio_NT.new_tensor(tau_pos), ratio_NT.new_tensor(tau_neg))
     gate_NT = torch.sigmoid(tau_NT * (ratio_NT - 1)) * 4 / tau_NT
     return -rows.credit_NT * gate_NT, ratio_NT, torch.zeros_like(rows.mask_NT)
 

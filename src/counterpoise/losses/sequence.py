@@ -83,5 +83,7 @@ def cumulative(
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     prefix_NT = (log_ratio_NT.cumsum(1) - log_ratio_NT).detach() + log_ratio_NT
     growth_NT = rows.mask_NT.cumsum(1).clamp(min=1).to(prefix_NT.dtype) ** power
-    inner_NT, is_cut_NT = clamp_by_side(prefix_NT, rows.credit_NT, -clip_low * growth_NT, clip_high * growth_NT, dual_clip * growth_NT)
+    inner_NT, is_cut_NT = clamp_by_side(
+        prefix_NT, rows.credit_NT, -clip_low * growth_NT, clip_high * growth_NT, dual_clip * growth_NT
+    )
     return -rows.credit_NT * inner_NT.exp(), prefix_NT.exp(), is_cut_NT

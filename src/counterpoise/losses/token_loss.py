@@ -19,6 +19,7 @@ from counterpoise.build import Stage, bindable, nearest
 from counterpoise.types import Rows, TokenLoss
 
 Parts = tuple[Tensor, Tensor, Tensor]
+Bound = float | Tensor
 
 
 def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None = None) -> Stage:
@@ -72,7 +73,7 @@ def own_gradient(value_NT: Tensor, log_ratio_NT: Tensor) -> Tensor:
     return value_NT.detach() * (log_ratio_NT - log_ratio_NT.detach()).exp()
 
 
-def clamp_by_side(value_NT: Tensor, credit_NT: Tensor, low, high, ceiling=math.inf) -> tuple[Tensor, Tensor]:
+def clamp_by_side(value_NT: Tensor, credit_NT: Tensor, low: Bound, high: Bound, ceiling: Bound = math.inf) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic clip: at most ``high`` where credit is positive, in [``low``, ``ceiling``] where it is negative.
 
     -min(v c, clip(v, low, high) c) = -c * clamp_by_side(v, c, low, high). Tokens without credit are clamped to [low, high]. Also returns
@@ -82,14 +83,18 @@ def clamp_by_side(value_NT: Tensor, credit_NT: Tensor, low, high, ceiling=math.i
     >>> [out.tolist() for out in clamp_by_side(value, credit, 0.8, 1.2)]
     [[[1.2000000476837158, 0.5, 1.5, 0.800000011920929]], [[True, False, False, True]]]
     """
-    low_NT, high_NT, ceiling_NT = (torch.as_tensor(bound, dtype=value_NT.dtype, device=value_NT.device) for bound in (low, high, ceiling))
+    low_NT, high_NT, ceiling_NT = (
+        torch.as_tensor(bound, dtype=value_NT.dtype, device=value_NT.device) for bound in (low, high, ceiling)
+    )
     lower_NT = torch.where(credit_NT > 0, -math.inf, low_NT)
     upper_NT = torch.where(credit_NT < 0, ceiling_NT, high_NT)
     inner_NT = value_NT.clamp(lower_NT, upper_NT)
     return inner_NT, (inner_NT != value_NT) & (credit_NT != 0)
 
 
-def check_number(stage: str, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf, **values: float) -> None:
+def check_number(
+    stage: str, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf, **values: float
+) -> None:
     """Raise unless every value is a number that is > ``above``, >= ``least`` and <= ``most``."""
     limits = (">", above), (">=", least), ("<=", most)
     expected = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit)) or "of any size"

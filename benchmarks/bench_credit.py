@@ -1,0 +1,226 @@
+"""Time of every credit rule, as a multiple of one log-softmax over the vocabulary for the same tokens.
+
+    python benchmarks/bench_credit.py [--json PATH] [--rules delta top_entropy] [--rollouts 512 --tokens 1024]
+
+Columns: ``ratio`` time of the rule / time of the log-softmax; ``report`` the same for the rule's own logged numbers; ``growth`` time on all
+rollouts / time on a quarter of them (4 is linear); ``peak`` the most memory above the inputs. Times are medians. What would take minutes is
+measured on a part of the tokens and multiplied up, and the line says so.
+
+All rollouts have the full length, so the number of response tokens is rollouts * tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise import TokenBatch
+from counterpoise.advantages import group_zscore
+from counterpoise.build import base, bound, call, needs_of, parameters
+from counterpoise.credit import RULES, negative_token_filter, top_entropy
+from counterpoise.numerics import LOCAL, seeded
+
+GROUP_SIZE, TOPK = 8, 20
+SOFTMAX_TOKENS, SOFTMAX_CHUNK = 8192, 512
+HEAD_ROLLOUTS = 1  # of proxy="head": eight products with the whole head a token
+
+
+class Case(NamedTuple):
+    """A rule with parameters. ``rollouts``: measure on so many and multiply up; None: all."""
+
+    name: str
+    params: dict[str, Any]
+    rollouts: int | None = None
+
+
+class Timing(NamedTuple):
+    """Seconds, on how many rollouts, and bytes above the inputs (None where the system does not tell)."""
+
+    rule_s: float
+    report_s: float | None
+    rollouts: int
+    repeats: int
+    peak_bytes: int | None
+
+
+# rules whose default is not the whole story; every other rule runs with its defaults
+CASES = {
+    "delta": [Case("delta", {"proxy": "row"}), Case("delta", {"proxy": "topk"}), Case("delta", {"proxy": "head"}, HEAD_ROLLOUTS)],
+    "covariance": [Case("covariance", {"fraction": 2e-4, "low": 1.0, "high": 5.0})],
+    "chain": [Case("chain", {"rules": (top_entropy(), negative_token_filter())})],
+    "keep_mass": [Case("keep_mass", {"rule": top_entropy()})],
+    "only_positive": [Case("only_positive", {"rule": top_entropy()})],
+    "only_negative": [Case("only_negative", {"rule": top_entropy()})],
+}
+
+
+def cases(names: list[str]) -> list[Case]:
+    """Every rule asked for; a rule that must be given a parameter and has no case here is an error, not a gap."""
+    out = []
+    for name in names:
+        missing = [key for key, default in parameters(RULES[name]).items() if default is inspect.Parameter.empty]
+        if name not in CASES and missing:
+            raise SystemExit(f"bench_credit: rule {name!r} needs the parameter {missing[0]!r}; add a row to CASES.")
+        out += CASES.get(name, [Case(name, {})])
+    return out
+
+
+def example(num_rollouts: int, num_tokens: int, hidden_size: int, vocab: int, needs: frozenset[str]) -> TokenBatch:
+    """Rollouts in groups of eight; siblings share a prefix and differ by edits. Only the columns in ``needs``."""
+    generator = torch.Generator().manual_seed(0)
+    num_groups = -(-num_rollouts // GROUP_SIZE)
+    group_N = torch.arange(num_rollouts) // GROUP_SIZE
+    shape = (num_rollouts, num_tokens)
+    ids_NT = torch.randint(vocab, (num_groups, num_tokens), generator=generator)[group_N]
+    branch_N1 = torch.randint(num_tokens, (num_rollouts, 1), generator=generator)
+    is_edit_NT = (torch.arange(num_tokens) >= branch_N1) & (torch.rand(shape, generator=generator) < 0.3)
+    ids_NT = torch.where(is_edit_NT, torch.randint(vocab, shape, generator=generator), ids_NT)
+    columns: dict[str, Callable[[], Tensor]] = {
+        "entropy_NT": lambda: 2 * torch.rand(shape, generator=generator),
+        "trainer_logp_NT": lambda: -2 * torch.rand(shape, generator=generator),
+        "ref_logp_NT": lambda: -2 * torch.rand(shape, generator=generator),
+        "hidden_NTD": lambda: torch.randn(*shape, hidden_size, generator=generator),
+        "head_VD": lambda: torch.randn(vocab, hidden_size, generator=generator) / hidden_size**0.5,
+        "topk_ids_NTK": lambda: torch.randint(vocab, (*shape, TOPK), generator=generator),
+        "topk_logp_NTK": lambda: -5 * torch.rand(*shape, TOPK, generator=generator),
+    }
+    return TokenBatch(
+        token_ids_NT=ids_NT,
+        mask_NT=torch.ones(shape, dtype=torch.bool),
+        group_N=group_N,
+        reward_N=(torch.rand(num_rollouts, generator=generator) < 0.4).float(),
+        sampler_logp_NT=-2 * torch.rand(shape, generator=generator),
+        max_length=num_tokens,
+        **{name: columns[name]() for name in sorted(needs)},  # pyright: ignore[reportArgumentType]
+    )
+
+
+def softmax_seconds(vocab: int, num_tokens: int, repeats: int) -> float:
+    """One log-softmax for ``num_tokens`` tokens, from a measured part of them."""
+    logits_CV = torch.randn(SOFTMAX_CHUNK, vocab)
+    measured = min(SOFTMAX_TOKENS, num_tokens)
+
+    def part() -> None:
+        for _ in range(measured // SOFTMAX_CHUNK):
+            torch.log_softmax(logits_CV, dim=-1)
+
+    return median_seconds(part, repeats)[0] * num_tokens / (measured // SOFTMAX_CHUNK * SOFTMAX_CHUNK)
+
+
+def median_seconds(run: Callable[[], object], repeats: int, budget_s: float = 60.0) -> tuple[float, int]:
+    """(median, how many) after one warm-up; fewer repetitions where they would pass the budget, the warm-up then counts."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+        if sum(times) > budget_s:
+            break
+    kept = times[1:] or times
+    return statistics.median(kept), len(kept)
+
+
+def timing(case: Case, batch: TokenBatch, repeats: int) -> Timing:
+    rule = RULES[case.name](**case.params)
+    credit_NT = group_zscore(batch.reward_N, batch.group_N)[:, None] * batch.mask_NT
+    offers = {"reduce": LOCAL, "generator": seeded(0, 0, "bench")}
+    after_NT, peak = with_peak(lambda: call(rule, credit_NT, batch, **offers))
+    rule_s, done = median_seconds(lambda: call(rule, credit_NT, batch, **offers), repeats)
+    report, report_s = getattr(base(rule), "report", None), None
+    if report:
+        report_s, _ = median_seconds(lambda: call(report, credit_NT, after_NT, batch, **offers, **bound(rule)), repeats)
+    return Timing(rule_s, report_s, batch.num_rollouts, done, peak)
+
+
+def with_peak(run: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
+    """The result, and the peak of resident memory during the run above what was resident before. Linux tells, others do not."""
+    try:
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")  # resets the high-water mark
+    except OSError:
+        return run(), None
+    before = resident("VmRSS")
+    return run(), resident("VmHWM") - before
+
+
+def resident(key: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+def measured(case: Case, batch: TokenBatch, softmax_s: float, repeats: int) -> dict[str, Any]:
+    """All numbers of one case; ratios are for the whole batch."""
+    num = case.rollouts or batch.num_rollouts
+    part = batch if num == batch.num_rollouts else batch.select(torch.arange(num))
+    whole, quarter = timing(case, part, repeats), timing(case, _quarter(part), repeats)
+    share = batch.num_rollouts / num
+    return {
+        "rule": case.name,
+        "params": {key: getattr(value, "func", value) for key, value in case.params.items()},
+        "ratio": whole.rule_s * share / softmax_s,
+        "report_ratio": None if whole.report_s is None else whole.report_s * share / softmax_s,
+        "growth": whole.rule_s / quarter.rule_s,
+        "peak_mib": None if whole.peak_bytes is None else whole.peak_bytes / 2**20,
+        "measured_tokens": int(part.mask_NT.sum()),
+        "repeats": whole.repeats,
+    }
+
+
+def _quarter(batch: TokenBatch) -> TokenBatch:
+    """A quarter of the rollouts; of fewer than eight, a quarter of each one's tokens."""
+    if batch.num_rollouts >= 4 * GROUP_SIZE:
+        return batch.select(torch.arange(batch.num_rollouts // 4))
+    width = batch.mask_NT.shape[1] // 4
+    columns = {name: value[:, :width] for name, value in vars(batch).items() if "_NT" in name and value is not None}
+    return batch.replace(**columns)
+
+
+def line(row: dict[str, Any], num_tokens: int) -> str:
+    label = row["rule"] + "".join(f" {key}={value}" for key, value in row["params"].items() if row["rule"] == "delta")
+    report = "" if row["report_ratio"] is None else f"{row['report_ratio']:.4f}"
+    peak = "n/a" if row["peak_mib"] is None else f"{row['peak_mib']:.0f} MiB"
+    part = "" if row["measured_tokens"] == num_tokens else f"  (multiplied up from {row['measured_tokens']} tokens)"
+    return f"{label:24}{row['ratio']:10.4f}{report:>10}{row['growth']:8.2f}{peak:>12}{row['repeats']:9d}{part}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rollouts", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rules", nargs="*", default=list(RULES), choices=list(RULES), metavar="RULE")
+    parser.add_argument("--json", help="write the numbers here")
+    args = parser.parse_args()
+    chosen = cases(args.rules)
+    needs = frozenset().union(*(needs_of(RULES[case.name](**case.params)) for case in chosen))
+    num_tokens = args.rollouts * args.tokens
+    softmax_s = softmax_seconds(args.vocab, num_tokens, args.repeats)
+    print(
+        f"{args.rollouts} x {args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {torch.get_num_threads()} threads"
+    )
+    print(f"one log-softmax: {softmax_s:.1f} s, multiplied up from {min(SOFTMAX_TOKENS, num_tokens)} tokens\n")
+    print(f"{'rule':24}{'ratio':>10}{'report':>10}{'growth':>8}{'peak':>12}{'repeats':>9}")
+    batch = example(args.rollouts, args.tokens, args.hidden, args.vocab, needs)
+    rows = []
+    for case in chosen:
+        rows.append(measured(case, batch, softmax_s, args.repeats))
+        print(line(rows[-1], num_tokens), flush=True)
+    if args.json:
+        header = {"rollouts": args.rollouts, "tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab}
+        header |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "log_softmax_s": softmax_s}
+        with open(args.json, "w") as file:
+            json.dump({**header, "rules": rows}, file, indent=1, default=str)
+
+
+if __name__ == "__main__":
+    main()

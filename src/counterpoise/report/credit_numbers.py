@@ -1,0 +1,162 @@
+"""Numbers of one step's tokens: distributions by sign, mass by category, flips, cancellation, prediction. From the tokens table alone.
+
+Every mean over tokens comes with a bootstrap interval over prompts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from counterpoise.report.folder import RunFolder
+from counterpoise.report.stats import NONE, Interval, by_cluster, over_clusters
+
+COLUMNS = (
+    "group",
+    "rollout",
+    "text",
+    "sign",
+    "weights",
+    "advantages",
+    "loss_mask",
+    "delta",
+    "is_flip",
+    "change",
+    "category",
+    "node_positive",
+    "node_negative",
+    "predicted",
+    "own",
+    "coupling",
+    "cancellation",
+    "entropy",
+)
+SIGNS = {1: "positive", -1: "negative"}
+SHARING = ("both signs", "one sign", "not shared")
+
+
+class Row(NamedTuple):
+    """A labelled number with its interval and the count behind it."""
+
+    label: str
+    value: Interval
+    count: int
+
+
+def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, pd.DataFrame] | None:
+    """Response tokens of a step (the last one with a readable table), those that take part in the loss."""
+    for at in [step] if step is not None else reversed(run.steps("tokens")):
+        run.columns("tokens", at)
+        table = run.table("tokens", at, COLUMNS)
+        if table is not None and table.num_rows:
+            frame = table.to_pandas()
+            mask = frame["loss_mask"].fillna(True).astype(bool) if "loss_mask" in frame else np.ones(len(frame), bool)
+            return at, frame[mask].reset_index(drop=True)
+    return None
+
+
+def has(frame: pd.DataFrame, *columns: str) -> bool:
+    """Whether all the columns are there with at least one value."""
+    return all(column in frame and frame[column].notna().any() for column in columns)
+
+
+def category_mass(frame: pd.DataFrame) -> dict[str, list[Row]]:
+    """Share of the sum of |credit| that each category holds, within the tokens of each sign."""
+    if not has(frame, "category", "advantages", "sign", "group"):
+        return {}
+    mass = frame["advantages"].abs()
+    out: dict[str, list[Row]] = {}
+    order = mass.groupby(frame["category"]).sum().sort_values(ascending=False).index
+    for sign, name in SIGNS.items():
+        of_sign = frame["sign"] == sign
+        whole_P = mass[of_sign].groupby(frame["group"]).sum()
+        for category in order:
+            pick = of_sign & (frame["category"] == category)
+            part_P = mass[pick].groupby(frame["group"]).sum().reindex(whole_P.index, fill_value=0)
+            interval = over_clusters(part_P.to_numpy(), whole_P.to_numpy()) if whole_P.sum() > 0 else NONE
+            out.setdefault(name, []).append(Row(str(category), interval, int(pick.sum())))
+    return out
+
+
+def flip_rates(frame: pd.DataFrame) -> list[Row]:
+    """Share of tokens that moved against the sign of their own advantage, by that sign."""
+    if not has(frame, "is_flip", "sign", "group"):
+        return []
+    rows = []
+    for sign, name in SIGNS.items():
+        of_sign = frame[frame["sign"] == sign]
+        rows.append(Row(name, by_cluster(of_sign["is_flip"].astype(float), of_sign["group"]), len(of_sign)))
+    return rows
+
+
+def change_shares(frame: pd.DataFrame) -> dict[str, list[Row]]:
+    """Shares of boosted, suppressed and unchanged tokens, by the sign of the advantage."""
+    if not has(frame, "change", "sign", "group"):
+        return {}
+    out = {}
+    for sign, name in SIGNS.items():
+        of_sign = frame[frame["sign"] == sign]
+        kinds = ("boosted", "suppressed", "unchanged")
+        out[name] = [Row(kind, by_cluster((of_sign["change"] == kind).astype(float), of_sign["group"]), len(of_sign)) for kind in kinds]
+    return out
+
+
+def sharing(frame: pd.DataFrame) -> pd.Series:
+    """How each token's node is shared: by rollouts of both signs, by several of one sign, or not at all."""
+    up, down = frame["node_positive"].fillna(0), frame["node_negative"].fillna(0)
+    return pd.Series(np.select([(up > 0) & (down > 0), up + down > 1], SHARING[:2], SHARING[2]), index=frame.index)
+
+
+def cancellation_by_sharing(frame: pd.DataFrame) -> list[Row]:
+    """Mean cancellation of tokens by how their node is shared."""
+    if not has(frame, "cancellation", "node_positive", "node_negative", "group"):
+        return []
+    kind = sharing(frame)
+    return [Row(name, by_cluster(frame["cancellation"][kind == name], frame["group"][kind == name]), int((kind == name).sum())) for name in SHARING]
+
+
+class Prediction(NamedTuple):
+    """Predicted against actual change: the correlation and a sample of tokens for the eye."""
+
+    correlation: float
+    num_tokens: int
+    sample: pd.DataFrame
+
+
+def prediction(frame: pd.DataFrame, size: int = 1500) -> Prediction | None:
+    """Pearson correlation of ``predicted`` and ``delta`` over all tokens; the sample is an even draw by position in the table."""
+    if not has(frame, "predicted", "delta"):
+        return None
+    both = frame[frame["predicted"].notna() & frame["delta"].notna()]
+    varies = len(both) > 1 and both["predicted"].std() > 0 and both["delta"].std() > 0
+    correlation = float(np.corrcoef(both["predicted"], both["delta"])[0, 1]) if varies else float("nan")
+    pick = np.unique(np.linspace(0, len(both) - 1, min(size, len(both))).astype(int))
+    return Prediction(correlation, len(both), both.iloc[pick])
+
+
+class TopToken(NamedTuple):
+    """A token text with what it got over a step."""
+
+    text: str
+    count: int
+    credit: float
+    mean_credit: Interval
+    mean_delta: float
+
+
+def top_tokens(frame: pd.DataFrame, num: int = 12) -> tuple[list[TopToken], list[TopToken]]:
+    """Token texts with the largest and the smallest sum of credit: (up, down)."""
+    if not has(frame, "text", "advantages", "group"):
+        return [], []
+    total = frame.groupby("text")["advantages"].sum().sort_values()
+    up = [text for text in total.index[::-1][:num] if total[text] > 0]
+    down = [text for text in total.index[:num] if total[text] < 0]
+    return [_top(frame, text) for text in up], [_top(frame, text) for text in down]
+
+
+def _top(frame: pd.DataFrame, text: str) -> TopToken:
+    rows = frame[frame["text"] == text]
+    delta = float(rows["delta"].mean()) if has(rows, "delta") else float("nan")
+    return TopToken(text, len(rows), float(rows["advantages"].sum()), by_cluster(rows["advantages"], rows["group"]), delta)

@@ -1,0 +1,140 @@
+"""Means with intervals: over seeds, over prompts, paired. numpy alone.
+
+Axes: B bootstrap draws, P prompts, S seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+# two-sided 95% quantiles of Student's t with 1, 2, ... 30 degrees of freedom
+T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+class Interval(NamedTuple):
+    """A mean and its 95% interval; without enough data the bounds are NaN."""
+
+    mean: float
+    low: float
+    high: float
+
+
+NONE = Interval(math.nan, math.nan, math.nan)
+
+
+def over_seeds(value_S: Sequence[float]) -> Interval:
+    """Mean over seeds with Student's t interval; one seed has no interval.
+
+    >>> [round(x, 3) for x in over_seeds([0.5, 0.6, 0.7])]
+    [0.6, 0.352, 0.848]
+    """
+    value = np.asarray([v for v in value_S if v is not None and math.isfinite(v)], float)
+    if len(value) == 0:
+        return NONE
+    mean = float(value.mean())
+    if len(value) == 1:
+        return Interval(mean, math.nan, math.nan)
+    quantile = T_95[len(value) - 2] if len(value) <= len(T_95) + 1 else 1.96
+    half = quantile * float(value.std(ddof=1)) / math.sqrt(len(value))
+    return Interval(mean, mean - half, mean + half)
+
+
+def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> Interval:
+    """Ratio of sums (a mean over tokens) with a bootstrap interval over prompts: tokens of one prompt are not independent.
+
+    Args:
+        total_P: [P] sum of the value over each prompt's tokens.
+        count_P: [P] number of them.
+
+    >>> over_clusters(np.array([2.0, 4.0]), np.array([2, 4]))
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    total_P, count_P = np.asarray(total_P, float), np.asarray(count_P, float)
+    if count_P.sum() == 0:
+        return NONE
+    mean = float(total_P.sum() / count_P.sum())
+    if len(total_P) < 2:
+        return Interval(mean, math.nan, math.nan)
+    draw_BP = np.random.default_rng(seed).multinomial(len(total_P), np.full(len(total_P), 1 / len(total_P)), RESAMPLES)
+    counts_B = draw_BP @ count_P
+    means_B = (draw_BP @ total_P)[counts_B > 0] / counts_B[counts_B > 0]
+    return Interval(mean, *_bounds(means_B))
+
+
+def by_cluster(value: np.ndarray, cluster: np.ndarray, seed: int = 0) -> Interval:
+    """Mean of ``value`` with a bootstrap interval over clusters; values that are not finite are left out."""
+    value, cluster = np.asarray(value, float), np.asarray(cluster)
+    keep = np.isfinite(value)
+    names, index = np.unique(cluster[keep], return_inverse=True)
+    total_P = np.bincount(index, value[keep], minlength=len(names))
+    return over_clusters(total_P, np.bincount(index, minlength=len(names)), seed)
+
+
+class Paired(NamedTuple):
+    """b - a with its interval, and how it was paired."""
+
+    difference: Interval
+    is_paired: bool
+    num_prompts: int
+    num_seeds: tuple[int, int]
+
+    @property
+    def is_noise(self) -> bool:
+        """The interval holds 0."""
+        return not (self.difference.low > 0 or self.difference.high < 0)
+
+
+def paired_bootstrap(value_a_SP: Sequence[np.ndarray], value_b_SP: Sequence[np.ndarray], seed: int = 0) -> Paired:
+    """Mean of b - a on the same prompts; prompts are drawn together for both, seeds of each on their own.
+
+    Args:
+        value_a_SP, value_b_SP: one array of per-prompt values a seed. Arrays of different lengths are not the same prompts: then prompts
+            of the two sides are drawn apart and ``is_paired`` is False.
+
+    >>> a, b = [np.array([0.0, 1.0, 0.0, 1.0])], [np.array([1.0, 1.0, 0.0, 1.0])]
+    >>> paired_bootstrap(a, b).difference.mean
+    0.25
+    """
+    lengths = {len(row) for row in (*value_a_SP, *value_b_SP)}
+    rng = np.random.default_rng(seed)
+    is_paired = len(lengths) == 1
+    prompts = _draws(min(lengths), rng) if is_paired else None
+    a_B, b_B = (_resampled_means(side, prompts, rng) for side in (value_a_SP, value_b_SP))
+    mean = float(np.mean([row.mean() for row in value_b_SP]) - np.mean([row.mean() for row in value_a_SP]))
+    return Paired(Interval(mean, *_bounds(b_B - a_B)), is_paired, min(lengths), (len(value_a_SP), len(value_b_SP)))
+
+
+def first_at_least(x: Sequence[float], y: Sequence[float], threshold: float) -> float | None:
+    """The first x whose y reaches the threshold; None if none does.
+
+    >>> first_at_least([0, 10, 20], [0.3, 0.5, 0.7], 0.5)
+    10
+    """
+    return next((at for at, value in zip(x, y) if value is not None and value >= threshold), None)
+
+
+def _resampled_means(value_SP: Sequence[np.ndarray], prompt_BP: np.ndarray | None, rng: np.random.Generator) -> np.ndarray:
+    by_seed_SB = np.stack(
+        [row[prompt_BP if prompt_BP is not None else _draws(len(row), rng)].mean(1) for row in (np.asarray(v, float) for v in value_SP)]
+    )
+    seed_BS = rng.integers(0, len(value_SP), (RESAMPLES, len(value_SP)))
+    return by_seed_SB.T[np.arange(RESAMPLES)[:, None], seed_BS].mean(1)
+
+
+def _draws(size: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, size, (RESAMPLES, size))
+
+
+def _bounds(means_B: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(means_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
