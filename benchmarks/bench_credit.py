@@ -4,7 +4,8 @@
 
 Columns: ``ratio`` time of the rule / time of the log-softmax; ``report`` the same for the rule's own logged numbers; ``growth`` time on all
 rollouts / time on a quarter of them (4 is linear); ``peak`` the most memory above the inputs. Times are medians. What would take minutes is
-measured on a part of the tokens and multiplied up, and the line says so.
+measured on a part of the tokens and multiplied up, and the line says so. On a machine that does other work meanwhile, ``--cpu-time`` counts
+processor time instead of time on the wall.
 
 All rollouts have the full length, so the number of response tokens is rollouts * tokens.
 """
@@ -30,30 +31,49 @@ from counterpoise.numerics import LOCAL, seeded
 
 GROUP_SIZE, TOPK = 8, 20
 SOFTMAX_TOKENS, SOFTMAX_CHUNK = 8192, 512
-HEAD_ROLLOUTS = 1  # of proxy="head": eight products with the whole head a token
+HEAD_TOKENS = 512  # of proxy="head", which multiplies every token eight times with the whole head
 
 
 class Case(NamedTuple):
-    """A rule with parameters. ``rollouts``: measure on so many and multiply up; None: all."""
+    """A rule with parameters. ``tokens``: measure on so many and multiply up; None: all."""
 
     name: str
     params: dict[str, Any]
-    rollouts: int | None = None
+    tokens: int | None = None
 
 
 class Timing(NamedTuple):
-    """Seconds, on how many rollouts, and bytes above the inputs (None where the system does not tell)."""
+    """Seconds, from how many repetitions, and bytes above the inputs (None where the system does not tell)."""
 
     rule_s: float
     report_s: float | None
-    rollouts: int
     repeats: int
     peak_bytes: int | None
 
 
+class Clock(NamedTuple):
+    """How to take time: the clock, repetitions after a warm-up, and the seconds after which it stops repeating."""
+
+    now: Callable[[], float]
+    repeats: int
+    budget_s: float = 30.0
+
+    def median(self, run: Callable[[], object]) -> tuple[float, int]:
+        """(median seconds, repetitions); where the first run alone passes the budget, it is the one repetition."""
+        times: list[float] = []
+        for _ in range(self.repeats + 1):
+            start = self.now()
+            run()
+            times.append(self.now() - start)
+            if sum(times) > self.budget_s:
+                break
+        kept = times[1:] or times
+        return statistics.median(kept), len(kept)
+
+
 # rules whose default is not the whole story; every other rule runs with its defaults
 CASES = {
-    "delta": [Case("delta", {"proxy": "row"}), Case("delta", {"proxy": "topk"}), Case("delta", {"proxy": "head"}, HEAD_ROLLOUTS)],
+    "delta": [Case("delta", {"proxy": "row"}), Case("delta", {"proxy": "topk"}), Case("delta", {"proxy": "head"}, HEAD_TOKENS)],
     "covariance": [Case("covariance", {"fraction": 2e-4, "low": 1.0, "high": 5.0})],
     "chain": [Case("chain", {"rules": (top_entropy(), negative_token_filter())})],
     "keep_mass": [Case("keep_mass", {"rule": top_entropy()})],
@@ -74,7 +94,7 @@ def cases(names: list[str]) -> list[Case]:
 
 
 def example(num_rollouts: int, num_tokens: int, hidden_size: int, vocab: int, needs: frozenset[str]) -> TokenBatch:
-    """Rollouts in groups of eight; siblings share a prefix and differ by edits. Only the columns in ``needs``."""
+    """Rollouts in groups of eight, three solved, every eighth group solved by all; siblings share a prefix and differ by edits."""
     generator = torch.Generator().manual_seed(0)
     num_groups = -(-num_rollouts // GROUP_SIZE)
     group_N = torch.arange(num_rollouts) // GROUP_SIZE
@@ -96,14 +116,14 @@ def example(num_rollouts: int, num_tokens: int, hidden_size: int, vocab: int, ne
         token_ids_NT=ids_NT,
         mask_NT=torch.ones(shape, dtype=torch.bool),
         group_N=group_N,
-        reward_N=(torch.rand(num_rollouts, generator=generator) < 0.4).float(),
+        reward_N=((torch.arange(num_rollouts) % GROUP_SIZE < 3) | (group_N % 8 == 7)).float(),
         sampler_logp_NT=-2 * torch.rand(shape, generator=generator),
         max_length=num_tokens,
         **{name: columns[name]() for name in sorted(needs)},  # pyright: ignore[reportArgumentType]
     )
 
 
-def softmax_seconds(vocab: int, num_tokens: int, repeats: int) -> float:
+def softmax_seconds(vocab: int, num_tokens: int, clock: Clock) -> float:
     """One log-softmax for ``num_tokens`` tokens, from a measured part of them."""
     logits_CV = torch.randn(SOFTMAX_CHUNK, vocab)
     measured = min(SOFTMAX_TOKENS, num_tokens)
@@ -112,32 +132,19 @@ def softmax_seconds(vocab: int, num_tokens: int, repeats: int) -> float:
         for _ in range(measured // SOFTMAX_CHUNK):
             torch.log_softmax(logits_CV, dim=-1)
 
-    return median_seconds(part, repeats)[0] * num_tokens / (measured // SOFTMAX_CHUNK * SOFTMAX_CHUNK)
+    return clock.median(part)[0] * num_tokens / (measured // SOFTMAX_CHUNK * SOFTMAX_CHUNK)
 
 
-def median_seconds(run: Callable[[], object], repeats: int, budget_s: float = 60.0) -> tuple[float, int]:
-    """(median, how many) after one warm-up; fewer repetitions where they would pass the budget, the warm-up then counts."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-        if sum(times) > budget_s:
-            break
-    kept = times[1:] or times
-    return statistics.median(kept), len(kept)
-
-
-def timing(case: Case, batch: TokenBatch, repeats: int) -> Timing:
+def timing(case: Case, batch: TokenBatch, clock: Clock) -> Timing:
     rule = RULES[case.name](**case.params)
     credit_NT = group_zscore(batch.reward_N, batch.group_N)[:, None] * batch.mask_NT
     offers = {"reduce": LOCAL, "generator": seeded(0, 0, "bench")}
     after_NT, peak = with_peak(lambda: call(rule, credit_NT, batch, **offers))
-    rule_s, done = median_seconds(lambda: call(rule, credit_NT, batch, **offers), repeats)
+    rule_s, done = clock.median(lambda: call(rule, credit_NT, batch, **offers))
     report, report_s = getattr(base(rule), "report", None), None
     if report:
-        report_s, _ = median_seconds(lambda: call(report, credit_NT, after_NT, batch, **offers, **bound(rule)), repeats)
-    return Timing(rule_s, report_s, batch.num_rollouts, done, peak)
+        report_s, _ = clock.median(lambda: call(report, credit_NT, after_NT, batch, **offers, **bound(rule)))
+    return Timing(rule_s, report_s, done, peak)
 
 
 def with_peak(run: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
@@ -148,7 +155,7 @@ def with_peak(run: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
     except OSError:
         return run(), None
     before = resident("VmRSS")
-    return run(), resident("VmHWM") - before
+    return run(), max(resident("VmHWM") - before, 0)
 
 
 def resident(key: str) -> int:
@@ -156,31 +163,33 @@ def resident(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
-def measured(case: Case, batch: TokenBatch, softmax_s: float, repeats: int) -> dict[str, Any]:
+def measured(case: Case, batch: TokenBatch, softmax_s: float, clock: Clock) -> dict[str, Any]:
     """All numbers of one case; ratios are for the whole batch."""
-    num = case.rollouts or batch.num_rollouts
-    part = batch if num == batch.num_rollouts else batch.select(torch.arange(num))
-    whole, quarter = timing(case, part, repeats), timing(case, _quarter(part), repeats)
-    share = batch.num_rollouts / num
+    num_tokens = int(batch.mask_NT.sum())
+    part = batch if case.tokens is None else cut(batch, case.tokens)
+    part_tokens = int(part.mask_NT.sum())
+    whole, quarter = timing(case, part, clock), timing(case, cut(part, part_tokens // 4), clock)
     return {
         "rule": case.name,
         "params": {key: getattr(value, "func", value) for key, value in case.params.items()},
-        "ratio": whole.rule_s * share / softmax_s,
-        "report_ratio": None if whole.report_s is None else whole.report_s * share / softmax_s,
+        "ratio": whole.rule_s * num_tokens / part_tokens / softmax_s,
+        "report_ratio": None if whole.report_s is None else whole.report_s * num_tokens / part_tokens / softmax_s,
         "growth": whole.rule_s / quarter.rule_s,
         "peak_mib": None if whole.peak_bytes is None else whole.peak_bytes / 2**20,
-        "measured_tokens": int(part.mask_NT.sum()),
+        "measured_tokens": part_tokens,
         "repeats": whole.repeats,
     }
 
 
-def _quarter(batch: TokenBatch) -> TokenBatch:
-    """A quarter of the rollouts; of fewer than eight, a quarter of each one's tokens."""
-    if batch.num_rollouts >= 4 * GROUP_SIZE:
-        return batch.select(torch.arange(batch.num_rollouts // 4))
-    width = batch.mask_NT.shape[1] // 4
-    columns = {name: value[:, :width] for name, value in vars(batch).items() if "_NT" in name and value is not None}
-    return batch.replace(**columns)
+def cut(batch: TokenBatch, num_tokens: int) -> TokenBatch:
+    """The first whole groups that have ``num_tokens`` tokens; where one group has more, the first tokens of each of its rollouts."""
+    width = batch.mask_NT.shape[1]
+    num_rollouts = max(num_tokens // width // GROUP_SIZE, 1) * GROUP_SIZE
+    part = batch.select(torch.arange(min(num_rollouts, batch.num_rollouts)))
+    width = min(width, max(num_tokens // part.num_rollouts, 1))
+    return part.replace(
+        **{name: value[:, :width].contiguous() for name, value in vars(part).items() if "_NT" in name and value is not None}
+    )
 
 
 def line(row: dict[str, Any], num_tokens: int) -> str:
@@ -199,25 +208,25 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rules", nargs="*", default=list(RULES), choices=list(RULES), metavar="RULE")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall time")
     parser.add_argument("--json", help="write the numbers here")
     args = parser.parse_args()
-    chosen = cases(args.rules)
+    chosen, clock = cases(args.rules), Clock(time.process_time if args.cpu_time else time.perf_counter, args.repeats)
     needs = frozenset().union(*(needs_of(RULES[case.name](**case.params)) for case in chosen))
     num_tokens = args.rollouts * args.tokens
-    softmax_s = softmax_seconds(args.vocab, num_tokens, args.repeats)
-    print(
-        f"{args.rollouts} x {args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {torch.get_num_threads()} threads"
-    )
+    softmax_s, unit = softmax_seconds(args.vocab, num_tokens, clock), "processor time" if args.cpu_time else "wall time"
+    shape = f"{args.rollouts} x {args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}"
+    print(f"{shape}, {torch.get_num_threads()} threads, {unit}")
     print(f"one log-softmax: {softmax_s:.1f} s, multiplied up from {min(SOFTMAX_TOKENS, num_tokens)} tokens\n")
     print(f"{'rule':24}{'ratio':>10}{'report':>10}{'growth':>8}{'peak':>12}{'repeats':>9}")
     batch = example(args.rollouts, args.tokens, args.hidden, args.vocab, needs)
     rows = []
     for case in chosen:
-        rows.append(measured(case, batch, softmax_s, args.repeats))
+        rows.append(measured(case, batch, softmax_s, clock))
         print(line(rows[-1], num_tokens), flush=True)
     if args.json:
         header = {"rollouts": args.rollouts, "tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab}
-        header |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "log_softmax_s": softmax_s}
+        header |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "clock": unit, "log_softmax_s": softmax_s}
         with open(args.json, "w") as file:
             json.dump({**header, "rules": rows}, file, indent=1, default=str)
 

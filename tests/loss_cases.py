@@ -69,11 +69,14 @@ def one_token(ratio: float, credit: float, sampler=-1.0, ref=-1.0) -> tuple[torc
     return sampler * cell + math.log(ratio), rows
 
 
+def value_and_gradient(total: torch.Tensor, leaf_NT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return total.detach(), torch.autograd.grad(total, leaf_NT)[0]
+
+
 def gradient(loss, logp_NT, rows: Rows) -> torch.Tensor:
+    """Of the reduced loss by the log-probs."""
     leaf_NT = logp_NT.clone().requires_grad_()
-    (loss(leaf_NT, rows).loss_NT * rows.scale_NT).sum().backward()
-    assert leaf_NT.grad is not None
-    return leaf_NT.grad
+    return value_and_gradient((loss(leaf_NT, rows).loss_NT * rows.scale_NT).sum(), leaf_NT)[1]
 
 
 def assert_close(got, expected, rtol=1e-12, atol=1e-12):

@@ -76,7 +76,9 @@ def make_run(
 def make_wide_step(path: Path, *, rollouts: int = 512, length: int = 1000, groups: int = 64, seed: int = 0) -> Path:
     """A run with one step of ``rollouts`` x ``length`` tokens: what the viewer must stay fluid with."""
     rng = np.random.default_rng(seed)
-    words = np.array([" the", " total", " is", "\n", " 12", " +", " so", " carry", " answer", " we", " add", " 7", " =", " x", ".", ","])
+    words = np.array(
+        [" the", " total", " is", "\n", " 12", " +", " so", " carry", " answer", " we", " add", " 7", " =", " x", ".", ","]
+    )
     n = rollouts * length
     group_N = np.arange(rollouts) * groups // rollouts
     sign_N = np.where(np.arange(rollouts) % 2 == 0, 1, -1)
@@ -171,7 +173,9 @@ def _write_eval(path: Path, step: int, skill: float, difficulty_P: np.ndarray, r
     return row
 
 
-def _rollouts(step: int, prompts: int, group_size: int, skill: float, rng: np.random.Generator, hostile: bool) -> list[dict[str, Any]]:
+def _rollouts(
+    step: int, prompts: int, group_size: int, skill: float, rng: np.random.Generator, hostile: bool
+) -> list[dict[str, Any]]:
     out = []
     for group in range(prompts):
         terms = [int(x) for x in rng.integers(1, 10, 4)]

@@ -126,7 +126,11 @@ def token_covariance(credit, r):
 def fisher_p(a, b, right, wrong):
     """Two-sided, by exact counting of tables."""
     hit, ways = a + b, math.comb(right + wrong, a + b)
-    chance = {k: Fraction(math.comb(right, k) * math.comb(wrong, hit - k), ways) for k in range(hit + 1) if k <= right and hit - k <= wrong}
+    chance = {
+        k: Fraction(math.comb(right, k) * math.comb(wrong, hit - k), ways)
+        for k in range(hit + 1)
+        if k <= right and hit - k <= wrong
+    }
     return float(sum(p for p in chance.values() if p <= chance[a]))
 
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import reference_advantages as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_batches import on_ranks
-from strategies import ragged_batches
 
+import reference_advantages as reference
 from counterpoise.advantages import ADVANTAGES
 from counterpoise.build import call
+from reference_batches import on_ranks
+from strategies import ragged_batches
 
 untimed = settings(max_examples=50, deadline=None)
 COMPARE = ["group_mean", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "fade"]
@@ -168,7 +168,9 @@ def test_ranks_pool_the_batch(name):
     reward_N = torch.tensor([1, 0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.float64)
     group_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     parts = [slice(0, 3), slice(3, 9)]
-    got = on_ranks([lambda reduce, part=part: call(ADVANTAGES[name], reward_N[part], group_N[part], reduce=reduce) for part in parts])
+    got = on_ranks(
+        [lambda reduce, part=part: call(ADVANTAGES[name], reward_N[part], group_N[part], reduce=reduce) for part in parts]
+    )
     torch.testing.assert_close(torch.cat(got), ADVANTAGES[name](reward_N, group_N), rtol=1e-12, atol=1e-12)
 
 

@@ -130,7 +130,11 @@ def test_stage_pickles_describes_and_has_words(axis, name):
 @pytest.mark.parametrize("name", table.RULES)
 def test_rule_laws(name):
     batch, law = make_batch(), table.RULES[name]
-    copies = {f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
+    copies = {
+        f.name: getattr(batch, f.name).clone()
+        for f in dataclasses.fields(batch)
+        if isinstance(getattr(batch, f.name), torch.Tensor)
+    }
     before_NT, after_NT = start(batch), run_rule(name, batch)
     assert after_NT.dtype == before_NT.dtype
     assert torch.all(after_NT[~batch.mask_NT] == 0)

@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from reference_batches import on_ranks
 
 import counterpoise as cp
 from counterpoise.advantages import fade as fade_advantage
 from counterpoise.controllers import CONTROLLERS, entropy_target, fade
+from reference_batches import on_ranks
 
 
 def rollouts(rewards, entropy, group=None):

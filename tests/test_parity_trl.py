@@ -19,10 +19,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loss_cases import assert_close, random_rows
 
 from counterpoise.batches import constant_length, per_sequence, per_token
 from counterpoise.losses import clipped, detached_ratio, kl, sequence_ratio, soft_gate
+from loss_cases import assert_close, random_rows, value_and_gradient
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed: pip install counterpoise[trl]")
 pytestmark = pytest.mark.hosts
@@ -52,7 +52,11 @@ def trl_loss(logp_NT, rows, *, loss_type, level="token", epsilon=(0.2, 0.2), bet
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value),
         args=SimpleNamespace(
-            use_bias_correction_kl=False, delta=delta, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=accumulation
+            use_bias_correction_kl=False,
+            delta=delta,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=accumulation,
         ),
     )
     inputs = {
@@ -66,16 +70,14 @@ def trl_loss(logp_NT, rows, *, loss_type, level="token", epsilon=(0.2, 0.2), bet
         "num_items_in_batch": mask_NT.sum() if num_items is None else num_items,
     }
     total = grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
-    total.backward()
-    return total.detach(), leaf_NT.grad
+    return value_and_gradient(total, leaf_NT)
 
 
 def our_loss(logp_NT, rows, terms, reduction):
     leaf_NT = logp_NT.clone().requires_grad_()
     scale_NT = reduction(rows.mask_NT, rows.credit_NT, rows.advantage_N)
-    total = sum((term(leaf_NT, rows).loss_NT * scale_NT).sum() for term in terms)
-    total.backward()
-    return total.detach(), leaf_NT.grad
+    total = torch.stack([(term(leaf_NT, rows).loss_NT * scale_NT).sum() for term in terms]).sum()
+    return value_and_gradient(total, leaf_NT)
 
 
 CONSTANT, SUM = constant_length(length=MAX_LENGTH), constant_length(length=1)
@@ -166,7 +168,9 @@ def test_micro_batches_of_a_step():
     grads = {}
     for loss_type in ("dapo", "grpo", "dr_grpo", "bnpo"):
         parts = [
-            trl_loss(logp_NT[cut], rows.select(cut), loss_type=loss_type, epsilon=EPSILON, accumulation=2, num_items=rows.mask_NT.sum())[1]
+            trl_loss(
+                logp_NT[cut], rows.select(cut), loss_type=loss_type, epsilon=EPSILON, accumulation=2, num_items=rows.mask_NT.sum()
+            )[1]
             for cut in cuts
         ]
         grads[loss_type] = torch.cat(parts)

@@ -12,7 +12,7 @@ geo_mean             geometric, per_sequence
 clip_cov, kl_cov     clip_cov, kl_cov                 advantage: grpo -> group_zscore or group_mean, rloo -> leave_one_out,
 dppo_*, dro          none                             reinforce_plus_plus(_baseline) -> see the tests; gae, remax, opo, otb, gdpo, passk: none
 
-verl adds 1e-8 to counts of tokens where it takes means, hence the relative tolerance of 1e-7 in those places.
+verl adds 1e-8 to counts of tokens where it takes means and to the variance where it whitens: hence the wider tolerances in those places.
 """
 
 from __future__ import annotations
@@ -23,18 +23,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loss_cases import assert_close, random_rows
 
 from counterpoise.advantages import batch_whitened, group_mean, group_mean_batch_std, group_zscore, leave_one_out
 from counterpoise.batches import constant_length, per_sequence, per_token
-from counterpoise.losses import clip_cov, clipped, covariance, detached_ratio, geometric, kl, kl_cov, reinforce, sequence_ratio, soft_gate
+from counterpoise.losses import (
+    clip_cov,
+    clipped,
+    covariance,
+    detached_ratio,
+    geometric,
+    kl,
+    kl_cov,
+    reinforce,
+    sequence_ratio,
+    soft_gate,
+)
+from loss_cases import assert_close, random_rows, value_and_gradient
 
 core_algos = pytest.importorskip(
     "verl.trainer.ppo.core_algos", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl"
 )
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 
-MEAN = {"rtol": 1e-7, "atol": 1e-9}
+MEAN, WHITEN = {"rtol": 1e-7, "atol": 1e-9}, {"rtol": 1e-6, "atol": 1e-6}
 MODES = {
     "token-mean": (per_token, {}),
     "seq-mean-token-mean": (per_sequence, MEAN),
@@ -56,16 +67,16 @@ def verl_loss(name, logp_NT, rows, mode="token-mean", policy_loss=None, **settin
         **settings,
     )
     leaf_NT = logp_NT.clone().requires_grad_()
-    total, _ = core_algos.get_policy_loss_fn(name)(rows.sampler_logp_NT, leaf_NT, rows.credit_NT, rows.mask_NT.double(), mode, config)
-    total.backward()
-    return total.detach(), leaf_NT.grad
+    total, _ = core_algos.get_policy_loss_fn(name)(
+        rows.sampler_logp_NT, leaf_NT, rows.credit_NT, rows.mask_NT.double(), mode, config
+    )
+    return value_and_gradient(total, leaf_NT)
 
 
 def our_loss(loss, logp_NT, rows, reduction=per_token):
     leaf_NT = logp_NT.clone().requires_grad_()
     total = (loss(leaf_NT, rows).loss_NT * reduction(rows.mask_NT, rows.credit_NT, rows.advantage_N)).sum()
-    total.backward()
-    return total.detach(), leaf_NT.grad
+    return value_and_gradient(total, leaf_NT)
 
 
 def assert_equal_losses(got, expected, **tolerance):
@@ -144,7 +155,9 @@ def test_kl_cov_of_a_cut_step_differs_on_purpose():
         parts.append(-grad_NT * rows.mask_NT[cut].sum())
     is_other_NT = (torch.cat(parts) - whole).abs() > 1e-9
     assert 0 < is_other_NT.sum() <= 2 * int(0.05 * int(rows.mask_NT.sum()))
-    assert_close((torch.cat(parts) - whole)[is_other_NT].abs(), torch.full((int(is_other_NT.sum()),), 0.7), rtol=1e-9)
+    assert_close(
+        (torch.cat(parts) - whole)[is_other_NT].abs(), torch.full((int(is_other_NT.sum()),), 0.7, dtype=torch.float64), rtol=1e-9
+    )
 
 
 def test_log_ratios_beyond_20_differ_on_purpose():
@@ -154,7 +167,7 @@ def test_log_ratios_beyond_20_differ_on_purpose():
     _, verl_grad = verl_loss("vanilla", logp_NT, rows, clip_ratio_c=1e12)
     _, our_grad = our_loss(clipped(dual_clip=1e12), logp_NT, rows)
     assert (verl_grad == 0).all()
-    assert_close(our_grad[rows.mask_NT], torch.full((int(rows.mask_NT.sum()),), math.exp(21) / int(rows.mask_NT.sum())))
+    assert_close(our_grad, rows.mask_NT.double() * (math.exp(21) / int(rows.mask_NT.sum())))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -194,7 +207,9 @@ def verl_advantage(name, reward_N, group_N, mask_NT, **settings):
     reward_NT = torch.zeros(mask_NT.shape, dtype=reward_N.dtype).index_put((torch.arange(len(last_N)), last_N), reward_N)
     if name != "reinforce_plus_plus":
         settings["index"] = np.array([f"prompt {int(g)}" for g in group_N])
-    advantage_NT, _ = core_algos.get_adv_estimator_fn(name)(token_level_rewards=reward_NT, response_mask=mask_NT.to(reward_N.dtype), **settings)
+    advantage_NT, _ = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=reward_NT, response_mask=mask_NT.to(reward_N.dtype), **settings
+    )
     assert torch.equal(advantage_NT, torch.where(mask_NT, advantage_NT[:, :1], 0))
     return advantage_NT[:, 0]
 
@@ -225,15 +240,15 @@ def test_reinforce_plus_plus_whitens_tokens_there_and_rollouts_here():
     expected = verl_advantage("reinforce_plus_plus", reward_N, group_N, mask_NT, config=config)
     length_N = mask_NT.sum(1)
     by_token = batch_whitened(reward_N.repeat_interleave(length_N), group_N.repeat_interleave(length_N))
-    assert_close(by_token, expected.repeat_interleave(length_N), **MEAN)
+    assert_close(by_token, expected.repeat_interleave(length_N), **WHITEN)
     assert (batch_whitened(reward_N, group_N) - expected).abs().max() > 0.05
     # with equal lengths only the unbiased std remains: n T - 1 tokens there, n - 1 rollouts here
     reward_N, group_N, mask_NT = rewarded(seed=1, equal_lengths=True)
     factor = math.sqrt((12 * 4 - 1) / (4 * (12 - 1)))
     expected = verl_advantage("reinforce_plus_plus", reward_N, group_N, mask_NT, config=config)
-    assert_close(batch_whitened(reward_N, group_N) * factor, expected, **MEAN)
+    assert_close(batch_whitened(reward_N, group_N) * factor, expected, **WHITEN)
     expected = verl_advantage("reinforce_plus_plus_baseline", reward_N, group_N, mask_NT)
-    assert_close(group_mean_batch_std(reward_N, group_N) * factor, expected, **MEAN)
+    assert_close(group_mean_batch_std(reward_N, group_N) * factor, expected, **WHITEN)
 
 
 def test_reinforce_plus_plus_baseline_of_ragged_rollouts_differs_on_purpose():

@@ -36,24 +36,29 @@ class HeadScores(NamedTuple):
     topk_logp_MK: Tensor | None = None
 
 
-def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> Tensor:
+def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0, plain: bool = False) -> Tensor:
     """Logits of the sampling distribution before truncation, ``z / temperature``, float32 or wider.
+
+    Half-precision weights are multiplied with float32 sums and never rounded back: a logit of 20 in bfloat16 is off by up to 0.06.
 
     Args:
         hidden_MD: final hidden states, one row a token.
         head: the model's head.
+        plain: only operations that every mode of differentiation knows.
 
     >>> head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), scale=0.5)
     >>> head_logits(torch.tensor([[3.0, 4.0]]), head).tolist()
     [[1.5, 4.0]]
     """
-    logits = torch.nn.functional.linear(hidden_MD.to(head.weight_VD.dtype), head.weight_VD, head.bias_V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    head = _autocast(head, hidden_MD)
+    logits_MV = _product(hidden_MD.to(head.weight_VD.dtype), head.weight_VD, plain)
+    if head.bias_V is not None:
+        logits_MV = logits_MV + head.bias_V
     if head.scale != 1.0:
-        logits = logits * head.scale
+        logits_MV = logits_MV * head.scale
     if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits if temperature == 1.0 else logits / temperature
+        logits_MV = head.softcap * torch.tanh(logits_MV / head.softcap)
+    return logits_MV if temperature == 1.0 else logits_MV / temperature
 
 
 def logits_scores(logits_MV: Tensor, target_M: Tensor, *, with_entropy: bool = False, topk: int = 0) -> HeadScores:
@@ -99,13 +104,9 @@ def head_scores(
     >>> [round(x, 4) for x in out.logp_M.tolist()], round(out.entropy_M[0].item(), 4)
     ([-0.6931, -0.6931, -0.6931], 0.6931)
     """
-    parts = [
-        logits_scores(
-            head_logits(hidden_MD[rows], head, temperature=temperature), target_M[rows], with_entropy=with_entropy, topk=topk
-        )
-        for rows in _chunks(len(target_M), head, chunk)
-    ]
-    return _joined(parts)
+    head = _autocast(head, hidden_MD)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        return _by_chunk(hidden_MD, target_M, head, temperature, chunk, plain=False, with_entropy=with_entropy, topk=topk)
 
 
 def head_logp(
@@ -115,9 +116,10 @@ def head_logp(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
+    with_entropy: bool = False,
     fused: bool = True,
 ) -> HeadScores:
-    """Differentiable log-prob of the targets and entropy.
+    """Differentiable log-prob of the targets and, if asked for, entropy.
 
     ``fused`` keeps only the hidden states and computes each chunk's logits again in the backward:
 
@@ -131,27 +133,29 @@ def head_logp(
     -0.6931
     """
     if not fused:
-        parts = [
-            logits_scores(head_logits(hidden_MD[rows], head, temperature=temperature), target_M[rows], with_entropy=True)
-            for rows in _chunks(len(target_M), head, chunk)
-        ]
-        return _joined(parts)
+        return _by_chunk(hidden_MD, target_M, head, temperature, chunk, plain=True, with_entropy=with_entropy, topk=0)
     head = _autocast(head, hidden_MD)
-    spec = (head.scale, head.softcap, temperature, chunk)
-    return HeadScores(*_ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec))
+    spec = (head.scale, head.softcap, temperature, chunk, with_entropy)
+    out = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec)
+    return HeadScores(*out) if with_entropy else HeadScores(out)
 
 
-def _joined(parts: list[HeadScores]) -> HeadScores:
-    return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))
-
-
-def _autocast(head: Head, hidden_MD: Tensor) -> Head:
-    # the backward runs outside the autocast context, so the dtype of the matmul is fixed here for both directions
-    device = hidden_MD.device.type
-    if not torch.is_autocast_enabled(device):
-        return head
-    dtype = torch.get_autocast_dtype(device)
-    return head._replace(weight_VD=head.weight_VD.to(dtype), bias_V=None if head.bias_V is None else head.bias_V.to(dtype))
+def _by_chunk(
+    hidden_MD: Tensor,
+    target_M: Tensor,
+    head: Head,
+    temperature: float,
+    chunk: int | None,
+    *,
+    plain: bool,
+    with_entropy: bool,
+    topk: int,
+) -> HeadScores:
+    parts = []
+    for rows in _chunks(len(target_M), head, chunk):
+        logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature, plain=plain)
+        parts.append(logits_scores(logits_MV, target_M[rows], with_entropy=with_entropy, topk=topk))
+    return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))  # pyright: ignore[reportArgumentType]
 
 
 def _chunks(num_tokens: int, head: Head, chunk: int | None) -> Iterator[slice]:
@@ -160,51 +164,77 @@ def _chunks(num_tokens: int, head: Head, chunk: int | None) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+def _product(hidden_MD: Tensor, weight_VD: Tensor, plain: bool) -> Tensor:
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        if weight_VD.dtype in (torch.float32, torch.float64):
+            return hidden_MD @ weight_VD.T
+        if weight_VD.is_cuda and not plain:
+            return torch.mm(hidden_MD, weight_VD.T, out_dtype=torch.float32)
+        return hidden_MD.float() @ weight_VD.float().T
+
+
+def _autocast(head: Head, hidden_MD: Tensor) -> Head:
+    # a custom backward runs outside the autocast context: the matmul's dtype is fixed here, once for both directions
+    device = hidden_MD.device.type
+    if not torch.is_autocast_enabled(device):
+        return head
+    return head._replace(weight_VD=head.weight_VD.to(torch.get_autocast_dtype(device)))
+
+
 class _ChunkedHead(torch.autograd.Function):
-    """(logp_M, entropy_M) of a head; saves the inputs alone and recomputes logits in the backward."""
+    """logp_M (and entropy_M) of a head; saves the inputs alone and recomputes logits in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, spec: tuple) -> Any:
-        scale, softcap, temperature, chunk = spec
+        scale, softcap, temperature, chunk, with_entropy = spec
         head = Head(weight_VD, bias_V, scale, softcap)
         with torch.autocast(hidden_MD.device.type, enabled=False):
-            out = head_scores(hidden_MD, target_M, head, temperature=temperature, chunk=chunk, with_entropy=True)
+            out = head_scores(hidden_MD, target_M, head, temperature=temperature, chunk=chunk, with_entropy=with_entropy)
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, out.entropy_M)
         ctx.spec = spec
-        return out.logp_M, out.entropy_M
+        return (out.logp_M, out.entropy_M) if with_entropy else out.logp_M
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp_M: Tensor, grad_entropy_M: Tensor) -> Any:
+    def backward(ctx: Any, grad_logp_M: Tensor, grad_entropy_M: Tensor | None = None) -> Any:
         hidden_MD, weight_VD, bias_V, target_M, entropy_M = ctx.saved_tensors
-        scale, softcap, temperature, chunk = ctx.spec
+        scale, softcap, temperature, chunk, _ = ctx.spec
         head = Head(weight_VD, bias_V, scale, softcap)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        grad_MD = torch.empty_like(hidden_MD) if needs_hidden else None
-        grad_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
-        grad_V = torch.zeros(len(weight_VD), dtype=wide, device=weight_VD.device) if needs_bias else None
+        grads = _zero_grads(ctx.needs_input_grad, hidden_MD, weight_VD, bias_V)
         for rows in _chunks(len(target_M), head, chunk):
             logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature)
-            dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows], grad_entropy_M[rows], entropy_M[rows])
+            by_entropy = None if grad_entropy_M is None else (grad_entropy_M[rows], entropy_M[rows])
+            dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows], by_entropy)
             if softcap is not None:
                 dz_MV = dz_MV * (1 - (logits_MV * (temperature / softcap)) ** 2)
             dz_MV = (dz_MV * (scale / temperature)).to(weight_VD.dtype)
-            if grad_MD is not None:
-                grad_MD[rows] = dz_MV @ weight_VD
-            if grad_VD is not None:
-                grad_VD += dz_MV.T @ hidden_MD[rows].to(weight_VD.dtype)
-            if grad_V is not None:
-                grad_V += dz_MV.sum(0)
-        return grad_MD, _like(grad_VD, weight_VD), _like(grad_V, bias_V), None, None
+            _add_grads(grads, rows, dz_MV, hidden_MD, weight_VD)
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden_MD, weight_VD, bias_V))), None, None
 
 
-def _logit_grad(logits_MV: Tensor, target_M: Tensor, grad_logp_M: Tensor, grad_entropy_M: Tensor, entropy_M: Tensor) -> Tensor:
+def _zero_grads(needed: tuple[bool, ...], *inputs: Tensor | None) -> list[Tensor | None]:
+    # sums over chunks are kept in float32: many small terms in half precision would be lost
+    return [
+        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need and x is not None else None
+        for need, x in zip(needed, inputs)
+    ]
+
+
+def _add_grads(grads: list[Tensor | None], rows: slice, dz_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
+    grad_MD, grad_VD, grad_V = grads
+    if grad_MD is not None:
+        grad_MD[rows] = (dz_MV @ weight_VD).to(grad_MD.dtype)
+    if grad_VD is not None:
+        grad_VD += dz_MV.T @ hidden_MD[rows].to(weight_VD.dtype)
+    if grad_V is not None:
+        grad_V += dz_MV.sum(0)
+
+
+def _logit_grad(logits_MV: Tensor, target_M: Tensor, grad_logp_M: Tensor, by_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
     logp_MV = torch.log_softmax(logits_MV, dim=-1)
-    out_MV = -grad_logp_M[:, None] - grad_entropy_M[:, None] * (logp_MV + entropy_M[:, None])
-    out_MV = out_MV * logp_MV.exp_()
+    if by_entropy is None:
+        out_MV = logp_MV.exp_().mul_(-grad_logp_M[:, None])
+    else:
+        grad_entropy_M, entropy_M = by_entropy
+        out_MV = logp_MV.exp() * (-grad_logp_M[:, None] - grad_entropy_M[:, None] * (logp_MV + entropy_M[:, None]))
     return out_MV.scatter_add_(-1, target_M[:, None], grad_logp_M[:, None].to(out_MV.dtype))
-
-
-def _like(grad: Tensor | None, value: Tensor | None) -> Tensor | None:
-    return None if grad is None or value is None else grad.to(value.dtype)

@@ -60,10 +60,14 @@ TOKEN_COLUMNS = {
     "node": "shared-node id: equal for the same (prompt, prefix, token)",
     "node_positive": "rollouts with positive advantage that share the node",
     "node_negative": "rollouts with negative advantage that share the node",
+    "is_fully_shared": "every rollout of the prompt is at this context and takes this token",
+    "is_fork": "rollouts of both signs are at this context and not all take the same token (a discriminating context)",
+    "kl": "KL(after || before) of the distribution at the token's context, nats",
     "predicted": "first-order change along the actual parameter difference",
-    "own": "the part of the predicted change that is the token's own gradient (head, closed form)",
-    "coupling": "predicted minus own: the part that other tokens caused",
-    "cancellation": "1 - |sum of the classes' parts| / sum of |parts|, per token",
+    "own": "the part of the predicted change that the token's own gradient brought through the head's weights (closed form)",
+    "coupling": "predicted minus own: other tokens, the token's own gradient below the head, the optimizer's memory",
+    "cancellation": "1 - |sum of the classes' parts| / sum of |parts|, classes of the first decomposition",
 }
-# further columns part_<class>, e.g. part_sign_positive, part_category_number: the class's part of the predicted change
+# further columns part_<axis>_<class>, e.g. part_sign_positive, part_category_number: the class's part of the predicted change;
+# part_<axis>_rest: what the optimizer's memory (momentum, weight decay) brought; the parts of an axis add up to predicted
 PART_PREFIX = "part_"

@@ -33,6 +33,7 @@ COLUMNS = (
     "cancellation",
     "entropy",
 )
+TEXTS = ("text", "change", "category")
 SIGNS = {1: "positive", -1: "negative"}
 SHARING = ("both signs", "one sign", "not shared")
 
@@ -51,10 +52,17 @@ def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, pd.DataFram
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
-            frame = table.to_pandas()
+            frame = _typed(table.to_pandas())
             mask = frame["loss_mask"].fillna(True).astype(bool) if "loss_mask" in frame else np.ones(len(frame), bool)
             return at, frame[mask].reset_index(drop=True)
     return None
+
+
+def _typed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may hold anything."""
+    return frame.assign(
+        **{name: frame[name].astype(str) if name in TEXTS else pd.to_numeric(frame[name], errors="coerce") for name in frame.columns}
+    )
 
 
 def has(frame: pd.DataFrame, *columns: str) -> bool:
@@ -98,8 +106,8 @@ def change_shares(frame: pd.DataFrame) -> dict[str, list[Row]]:
     out = {}
     for sign, name in SIGNS.items():
         of_sign = frame[frame["sign"] == sign]
-        kinds = ("boosted", "suppressed", "unchanged")
-        out[name] = [Row(kind, by_cluster((of_sign["change"] == kind).astype(float), of_sign["group"]), len(of_sign)) for kind in kinds]
+        is_kind = {kind: (of_sign["change"] == kind).astype(float) for kind in ("boosted", "suppressed", "unchanged")}
+        out[name] = [Row(kind, by_cluster(share, of_sign["group"]), int(share.sum())) for kind, share in is_kind.items()]
     return out
 
 

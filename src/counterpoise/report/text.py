@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import math
 
-PICTURES = 0x2400  # U+2400 + code is the picture of a C0 control character
-
 
 def visible(text: object, keep: str = "") -> str:
     """Text in which every control, format, bidirectional and unusual space character shows as a symbol.
@@ -16,7 +14,7 @@ def visible(text: object, keep: str = "") -> str:
         keep: characters to leave as they are, for example a newline.
 
     >>> visible("a\\x1b[31m\\u202eb")
-    'a␛[31m⟨U+202E⟩b'
+    'a⟨U+001B⟩[31m⟨U+202E⟩b'
     """
     out = "" if text is None else str(text)
     if out.isprintable():
@@ -43,31 +41,29 @@ def shortened(text: object, length: int) -> str:
     return out if len(out) <= length else out[: length - 1] + "…"
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: ``digits`` significant digits, thin in tables.
+def number(value: float | None, digits: int = 3, scale: float | None = None) -> str:
+    """A number for people: ``digits`` significant digits of the number itself, or of ``scale`` where several stand together.
 
-    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5)
-    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500')
+    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5), number(0.0021, scale=0.7)
+    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500', '0.002')
     """
     if value is None or not math.isfinite(value):
         return "–"
-    if value != 0 and abs(value) < 10**-digits:
+    size = abs(value if scale is None else scale)
+    if size < 1e-12:
+        return "0"
+    if size < 1e-3:
         return f"{value:.{digits - 1}e}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, digits - whole)}f}"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
 
 
 def with_interval(mean: float | None, low: float | None = None, high: float | None = None, digits: int = 3) -> str:
     """``0.512 [0.470, 0.551]``; the mean alone where there is no interval."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return number(mean, digits)
-    return f"{number(mean, digits)} [{number(low, digits)}, {number(high, digits)}]"
+    scale = max(abs(mean or 0.0), abs(low), abs(high))
+    return f"{number(mean, digits, scale)} [{number(low, digits, scale)}, {number(high, digits, scale)}]"
 
 
 def _symbol(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(PICTURES + code)
-    return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    return {"\n": "⏎", "\t": "⇥"}.get(char) or f"⟨U+{ord(char):04X}⟩"

@@ -39,7 +39,9 @@ def branch(
     prompts = _per_prefix(prompt_ids, len(prefix_ids))
     for i, prefix in enumerate(prefix_ids):
         if len(prefix) and prefix[-1] in stop_ids:
-            raise ValueError(f"branch: prefix {i} ends with the stop token {prefix[-1]}: nothing to continue. Cut it before the stop.")
+            raise ValueError(
+                f"branch: prefix {i} ends with the stop token {prefix[-1]}: nothing to continue. Cut it before the stop."
+            )
     contexts = [list(prompt) + list(prefix) for prompt, prefix in zip(prompts, prefix_ids)]
     return sample(model, contexts, group_size=num, max_new_tokens=max_new_tokens, seed=seed, stop_ids=stop_ids, **sampling)
 

@@ -55,7 +55,9 @@ def truncated(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tenso
     best_NK = logits_NV.topk(min(top_k or num_tokens, num_tokens), dim=-1).values
     prob_NK = torch.softmax(best_NK, dim=-1)
     mass_before_NK = prob_NK.cumsum(-1) - prob_NK
-    num_kept_N = (mass_before_NK < top_p).sum(-1).clamp_min(1) if top_p < 1.0 else best_NK.new_full((len(best_NK),), best_NK.shape[1])
+    num_kept_N = (
+        (mass_before_NK < top_p).sum(-1).clamp_min(1) if top_p < 1.0 else best_NK.new_full((len(best_NK),), best_NK.shape[1])
+    )
     floor_N = best_NK.gather(-1, num_kept_N.long()[:, None] - 1)
     return logits_NV.masked_fill(logits_NV < floor_N, float("-inf"))
 

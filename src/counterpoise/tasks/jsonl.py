@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import random
@@ -55,6 +56,8 @@ class Jsonl:
             raise ValueError(f"jsonl: instruction must contain {{question}}, got {self.instruction!r}.")
         if not 0 <= self.test_frac < 1:
             raise ValueError(f"jsonl: test_frac must be at least 0 and below 1, got {self.test_frac}.")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("task jsonl is graded by math-verify: pip install 'counterpoise[math]'.")
         object.__setattr__(self, "_rows", {split: self._split_rows(split) for split in SPLITS})
 
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:

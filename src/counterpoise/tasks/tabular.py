@@ -39,7 +39,7 @@ class Tabular:
     >>> task = Tabular("ab", length=3)
     >>> prompt = next(task.prompts("train", seed=0))
     >>> prompt.answer, task.reward(prompt, prompt.answer), task.reward(prompt, "zzz")
-    ('baa', 1.0, 0.0)
+    ('aab', 1.0, 0.0)
     """
 
     is_trusted = True
@@ -145,7 +145,8 @@ def expected_reward(policy: TabularPolicy, reward_PM: Tensor) -> Tensor:
 
     Its gradient by ``policy.logits`` is the exact policy gradient, 1/P sum_p sum_y pi(y | p) R(p, y) grad log pi(y | p).
 
-    >>> expected_reward(TabularPolicy(num_letters=2, length=3), reward_table(Tabular("ab", length=3))).item()
+    >>> policy = TabularPolicy(num_letters=2, length=3)
+    >>> round(expected_reward(policy, reward_table(Tabular("ab", length=3))).item(), 6)  # one string of eight
     0.125
     """
     strings_ML = all_strings(policy.num_letters, policy.length)

@@ -49,6 +49,14 @@ def prompts_from(task: Any, split: str, seed: int, start: int, num: int) -> list
     return taken
 
 
+def check_prompts(policy: Policy, task: Any, config: Config) -> None:
+    """Prompts of the first batch and of the evaluation can be read by the model: a chat template, the length limit, a test split."""
+    taken = prompts_from(task, "train", config.seed, 0, config.rollouts.prompts)
+    if config.eval.every:
+        taken += prompts_from(task, "test", 0, 0, config.eval.prompts)
+    encode_prompts(policy, [p.text for p in taken], chat=config.chat, max_prompt_tokens=config.rollouts.max_prompt_tokens)
+
+
 def measured(policy: Policy, method: Method, config: Config, collected: Collected, reference: Any = None) -> Collected:
     """The batch with the columns that the method needs and the sampler did not give."""
     batch = collected.batch

@@ -19,7 +19,7 @@ from counterpoise.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer import checkpoint, run_folder
 from counterpoise.trainer.checkpoint import LoopState
-from counterpoise.trainer.collect import Collected, collect, measured, step_size
+from counterpoise.trainer.collect import Collected, check_prompts, collect, measured, step_size
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.corrections import corrected
 from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
@@ -27,7 +27,7 @@ from counterpoise.trainer.metrics import step_metrics
 from counterpoise.trainer.observe import observe
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.store import write_rollouts
-from counterpoise.trainer.trackers import open_trackers
+from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import Update, adamw, learning_rate, take_step
 
 
@@ -53,7 +53,9 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
     run_folder.check_free(run_dir, fresh=fresh, resume=resume)
     method, task = make_method(**config.method), make_task(**config.task)
     check_groups(method, config)
+    check_trackers(config)
     policy, reference = load_policy(config, method)
+    check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
     state = start(run_dir, config, policy, optimizer, resume)
     trackers = open_trackers(config, run_dir, state.step)

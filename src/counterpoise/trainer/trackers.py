@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +18,17 @@ class Tracker(NamedTuple):
 
 
 def open_trackers(config: Config, run_dir: Path, step: int) -> list[Tracker]:
-    """The trackers of the config; a package that is missing is an error that names it."""
+    """The trackers of the config."""
     return [OPENERS[name](config, run_dir, step) for name in config.trackers]
 
 
+def check_trackers(config: Config) -> None:
+    """A package that is missing is an error that names it, before anything is written."""
+    for name in config.trackers:
+        _installed(name)
+
+
 def _tensorboard(config: Config, run_dir: Path, step: int) -> Tracker:
-    _installed("tensorboard")
     from torch.utils.tensorboard.writer import SummaryWriter
 
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None)
@@ -49,8 +55,6 @@ def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str,
 
 
 def _installed(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,0 +1,167 @@
+"""The account of one optimizer step: what it did to every token it was trained on, and why. Reads, never writes: model, optimizer and RNG stay.
+
+Axes: N rows of the step, T response tokens, M tokens laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from counterpoise.ledger.changes import cancellation, change_sign, is_flip
+from counterpoise.ledger.decompose import REST, decompose
+from counterpoise.ledger.head_change import HeadResponse, HeadState, head_change
+from counterpoise.ledger.logprobs import Params, Texts, at, of_model
+from counterpoise.ledger.optimizers import Response, response
+from counterpoise.rollouts.backbone import backbone
+from counterpoise.rollouts import measure
+from counterpoise.schema import PART_PREFIX
+from counterpoise.types import Rows, TokenLoss
+
+NOISE_STRIDE = 4  # every fourth row is scored twice
+
+
+class Scores(NamedTuple):
+    """Before and after the step, same forward. ``kl_NT`` and ``own_NT`` (for a coefficient of 1) are None where the head is not plain."""
+
+    logp_before_NT: Tensor
+    logp_after_NT: Tensor
+    entropy_NT: Tensor
+    kl_NT: Tensor | None
+    own_NT: Tensor | None
+    noise_floor: float
+
+
+class Account(NamedTuple):
+    """Columns of the token table for the step's rows, [N, T]; ``notes`` say what is missing and why."""
+
+    columns: dict[str, Tensor]
+    notes: list[str]
+
+
+def account(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    before: Params,
+    texts: Texts,
+    rows: Rows,
+    loss: TokenLoss,
+    clip_factor: float,
+    classes: Mapping[str, Mapping[str, Tensor]],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    *,
+    is_batched: bool | None = True,
+) -> Account:
+    """Account for the step that led from ``before`` to the model's present parameters.
+
+    Args:
+        model, optimizer: after the step.
+        before: the trainable parameters before it (``copied(trainable(model))``).
+        texts: the step's rows as the model reads them.
+        rows, loss: what the step used, and what its loss returned.
+        clip_factor: by which the gradient was scaled.
+        classes: axis -> class -> mask, see ``classes.token_classes``.
+        autocast: precision of the training forward; gradients and forward-mode passes use it. Log-probs before and after are scored in the
+            parameters' own precision: bfloat16 products move a log-prob about as much as a step does.
+        is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves predictions out.
+    """
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = response(optimizer, live)
+    steps, notes = (None, [found]) if isinstance(found, str) else (found, [])
+    weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
+    scores = scored(model, before, texts, head_response(model, steps))
+    columns = step_columns(rows, loss, scores)
+    if is_batched is None:
+        return Account(columns, notes)
+    after = {name: p.detach() for name, p in live.items()}
+    parts = decompose(of_model(model, texts, autocast), before, after, weight_NT, classes, steps, is_batched=is_batched)
+    columns["predicted"] = parts.predicted_NT
+    if scores.own_NT is not None:
+        columns["own"] = weight_NT * scores.own_NT
+        columns["coupling"] = parts.predicted_NT - columns["own"]
+    columns |= part_columns(parts.parts)
+    return Account(columns, notes)
+
+
+def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> Scores:
+    """Log-probs at both parameter settings, in the same forward; a part of the rows twice, in another cut, for the noise floor."""
+    again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device))
+    if backbone(model).head is None:
+        needs = {"trainer_logp_NT", "entropy_NT"}
+        first, second = at(model, before, lambda m: _measured(m, texts, needs)), _measured(model, texts, needs)
+        repeat = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
+        floor = _gap(first["trainer_logp_NT"][::NOISE_STRIDE], repeat, again.mask_NT)
+        return Scores(first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None, floor)
+    start = at(model, before, lambda m: _head_state(m, texts))
+    target_M, temperature = texts.token_ids_NT[texts.mask_NT], texts.temperature
+    change = head_change(start, _head_state(model, texts), target_M, temperature=temperature, response=steps)
+    repeat_M = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
+    columns = [None if column is None else _placed(column, texts.mask_NT) for column in change]
+    logp_before_NT, logp_after_NT, entropy_NT, kl_NT, own_NT = columns
+    assert logp_before_NT is not None and logp_after_NT is not None and entropy_NT is not None
+    floor = _gap(logp_before_NT[::NOISE_STRIDE], repeat_M, again.mask_NT)
+    return Scores(logp_before_NT, logp_after_NT, entropy_NT, kl_NT, own_NT, floor)
+
+
+def step_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:
+    """What the step used and what it did, before any prediction."""
+    delta_NT = scores.logp_after_NT - scores.logp_before_NT
+    change_NT = change_sign(delta_NT, scores.noise_floor)
+    found = {
+        "coef": loss.coef_NT,
+        "scale": rows.scale_NT,
+        "is_clipped": loss.clipped_NT,
+        "importance_ratio": loss.ratio_NT,
+        "trainer_logprobs": scores.logp_before_NT,
+        "trainer_logprobs_after": scores.logp_after_NT,
+        "delta": delta_NT,
+        "noise_floor": torch.full_like(delta_NT, scores.noise_floor),
+        "change": change_NT,
+        "is_flip": is_flip(change_NT, rows.advantage_N[:, None]),
+        "entropy": scores.entropy_NT,
+    }
+    return found if scores.kl_NT is None else found | {"kl": scores.kl_NT}
+
+
+def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """``part_<axis>_<class>``, and the cancellation among the classes of the first axis (the rest is no class)."""
+    out = {f"{PART_PREFIX}{axis}_{name}": part_NT for axis, named in parts.items() for name, part_NT in named.items()}
+    for named in list(parts.values())[:1]:
+        out["cancellation"] = cancellation(part_NT for name, part_NT in named.items() if name != REST)
+    return out
+
+
+def head_response(model: Any, steps: Response | None) -> HeadResponse | None:
+    """The optimizer's response at the head's weight and bias; None where the head is not trained or not plain."""
+    head = backbone(model).head
+    if steps is None or head is None:
+        return None
+    names = {id(p): name for name, p in model.named_parameters()}
+    weight = steps.get(names.get(id(head.weight_VD), ""))
+    bias = 0.0 if head.bias_V is None else steps.get(names.get(id(head.bias_V), ""), 0.0)
+    return None if weight is None else HeadResponse(weight, bias)
+
+
+def _measured(model: nn.Module, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
+    rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
+    return measure(model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget)
+
+
+def _head_state(model: nn.Module, texts: Texts) -> HeadState:
+    hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
+    head = backbone(model).head
+    assert head is not None
+    detached = head._replace(weight_VD=head.weight_VD.detach(), bias_V=None if head.bias_V is None else head.bias_V.detach())
+    return HeadState(hidden_NTD[texts.mask_NT], detached)
+
+
+def _placed(value_M: Tensor, mask_NT: Tensor) -> Tensor:
+    return value_M.new_zeros(mask_NT.shape).masked_scatter(mask_NT, value_M)
+
+
+def _gap(first_NT: Tensor, second_NT: Tensor, mask_NT: Tensor) -> float:
+    return float((first_NT - second_NT).abs()[mask_NT].max())

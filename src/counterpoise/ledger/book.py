@@ -1,0 +1,155 @@
+"""The ledger of one rollout batch: opened before its first optimizer step, it accounts for each, then gives a table and a summary.
+
+    book = Book(model, optimizer, batch, prompt_ids, credit, token_texts, settings)
+    for rows in steps:
+        book.before()
+        ...                                             # the optimizer step, by whoever trains
+        book.after(rows, loss, clip_factor)
+    book.table(step), book.summary()
+
+Axes as in ``types``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.ledger.account import account
+from counterpoise.ledger.categories import categories
+from counterpoise.ledger.classes import Facts, check_axes, token_classes
+from counterpoise.ledger.decompose import forward_mode
+from counterpoise.ledger.logprobs import Params, Texts, copied, of_model, trainable
+from counterpoise.ledger.nodes import sharing
+from counterpoise.ledger.residual import residuals
+from counterpoise.ledger.summary import mean_of, summary, tax
+from counterpoise.ledger.table import token_table
+from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
+
+
+class Settings(NamedTuple):
+    """What to tell apart and how to score.
+
+    Args:
+        axes: decompositions, see ``classes.DECOMPOSITIONS``; the first one also gives the cancellation.
+        categories: token texts -> category names.
+        temperature, token_budget: as in training.
+        autocast: precision of the training forward.
+    """
+
+    axes: Sequence[str] = ("sign",)
+    categories: Callable[[Sequence[str]], list[str]] = categories
+    temperature: float = 1.0
+    token_budget: int = 16384
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+
+class Book:
+    """Holds the columns of a rollout batch while its optimizer steps happen; reads the model and the optimizer and changes neither.
+
+    Args:
+        prompt_ids: the prompt's token ids of every rollout.
+        token_texts: token ids -> the text of each.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        batch: TokenBatch,
+        prompt_ids: Sequence[Sequence[int]],
+        credit: Credit,
+        token_texts: Callable[[list[int]], list[str]],
+        settings: Settings = Settings(),
+    ) -> None:
+        check_axes(settings.axes)
+        self.model, self.optimizer, self.batch, self.credit, self.settings = model, optimizer, batch, credit, settings
+        self.texts = Texts(prompt_ids, batch.token_ids_NT, batch.mask_NT, settings.temperature, settings.token_budget)
+        distinct_I, index_NT = torch.unique(batch.token_ids_NT, return_inverse=True)
+        self.vocabulary = token_texts(distinct_I.tolist())
+        self.facts = _facts(batch, credit, settings.categories(self.vocabulary), index_NT)
+        self.columns: dict[str, Tensor] = {"vocabulary_index": index_NT.cpu()}
+        self.notes: list[str] = []
+        self.taxes: list[dict[str, float]] = []
+        self.residuals: list[dict[str, float]] = []
+        self._before: Params | None = None
+        self._forward: tuple[bool | None, str] | None = None
+
+    def before(self) -> None:
+        """Keep the parameters; call just before an optimizer step."""
+        self._before = copied(trainable(self.model))
+
+    def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
+        """Account for the optimizer step just taken.
+
+        Args:
+            rows: the rollouts it was trained on (``row_R`` are rows of the batch).
+            loss: what its loss returned for them.
+            clip_factor: by which the gradient was scaled before the step.
+        """
+        assert self._before is not None, "before() comes before after()"
+        texts = self.texts.select(rows.row_R)
+        facts = self.facts.select(rows.row_R)
+        found = account(
+            self.model,
+            self.optimizer,
+            self._before,
+            texts,
+            rows,
+            loss,
+            clip_factor,
+            token_classes(self.settings.axes, facts),
+            self.settings.autocast,
+            is_batched=self._forward_mode(texts),
+        )
+        number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
+        for name, value_RT in (found.columns | {"optimizer_step": number}).items():
+            self._write(name, rows.row_R, value_RT)
+        self.residuals.append(residuals(texts.token_ids_NT, rows, loss))
+        self.taxes.append(tax(found.columns.get("kl"), facts))
+        self.notes += [note for note in found.notes if note not in self.notes]
+        self._before = None
+
+    def table(self, step: int) -> dict[str, Any]:
+        """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan left a rollout out."""
+        return token_table(step, self.batch, self.credit, self.facts, self.columns, self.vocabulary)
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of the batch, keys as in docs/ledger.md without the prefix."""
+        out = summary(self.facts, self.columns)
+        out |= {f"residual/{name}": value for name, value in mean_of(self.residuals).items()}
+        return out | {f"tax/{name}": value for name, value in mean_of(self.taxes).items()}
+
+    def _forward_mode(self, texts: Texts) -> bool | None:
+        if self._forward is None:
+            assert self._before is not None
+            self._forward = forward_mode(of_model(self.model, texts, self.settings.autocast), self._before)
+            if self._forward[0] is None:
+                self.notes.append(
+                    f"the model has no forward-mode path ({self._forward[1]}): the table has no predicted change and no parts. "
+                    "Load it with attn_implementation='eager' or 'sdpa'."
+                )
+        return self._forward[0]
+
+    def _write(self, name: str, row_R: Tensor, value_RT: Tensor) -> None:
+        value_RT = value_RT.detach().cpu()
+        value_RT = value_RT if value_RT.is_floating_point() else value_RT.to(torch.float32)
+        column = self.columns.setdefault(name, value_RT.new_full(self.batch.mask_NT.shape, torch.nan))
+        column[row_R.cpu()] = value_RT
+
+
+def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
+    distinct = list(dict.fromkeys(names))
+    category_I = torch.tensor([distinct.index(name) for name in names], device=index_NT.device)
+    return Facts(
+        mask_NT=batch.mask_NT,
+        advantage_N=credit.advantage_N,
+        sampler_logp_NT=batch.sampler_logp_NT,
+        category_NT=category_I[index_NT],
+        category_names=distinct,
+        sharing=sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, credit.advantage_N),
+    )

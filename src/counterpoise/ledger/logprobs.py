@@ -1,0 +1,141 @@
+"""The log-probs of an optimizer step's tokens as a function of the parameters: what the engine differentiates.
+
+``LogProbs`` knows nothing of models: any function of named tensors will do. ``of_model`` makes one from a Hugging Face causal LM.
+
+Axes: N rollouts of the step, T response tokens, R rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from counterpoise.rollouts import length_buckets, logp_function, token_logp
+from counterpoise.rollouts.backbone import evaluating
+
+Params = dict[str, Tensor]
+MATHS_PATHS = ("eager", "sdpa")  # attention implementations of Hugging Face that can take the maths path
+
+
+class Texts(NamedTuple):
+    """Rollouts as a model reads them.
+
+    Args:
+        prompt_ids: the prompt's token ids of every row.
+        token_ids_NT, mask_NT: the responses, right-padded.
+        temperature: log-probs are of ``softmax(z / temperature)``.
+        token_budget: prompt + response tokens of one forward, padding included.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    token_ids_NT: Tensor
+    mask_NT: Tensor
+    temperature: float = 1.0
+    token_budget: int = 16384
+
+    def select(self, row_R: Tensor) -> Texts:
+        rows = row_R.tolist()
+        return self._replace(
+            prompt_ids=[self.prompt_ids[r] for r in rows], token_ids_NT=self.token_ids_NT[row_R], mask_NT=self.mask_NT[row_R]
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and response of every row."""
+        return [len(prompt) + n for prompt, n in zip(self.prompt_ids, self.mask_NT.sum(1).tolist())]
+
+
+class LogProbs(NamedTuple):
+    """Two ways to the same log-probs, both ``f(params, row_R) -> logp_RT``, and how to cut the rows.
+
+    Args:
+        mask_NT: True on response tokens.
+        lengths: what a row costs, in tokens.
+        reverse: differentiable by a backward.
+        forward: differentiable in forward mode.
+        token_budget: tokens of one pass.
+    """
+
+    mask_NT: Tensor
+    lengths: Sequence[int]
+    reverse: Callable[[Params, Tensor], Tensor]
+    forward: Callable[[Params, Tensor], Tensor]
+    token_budget: int = 16384
+
+    def chunks(self, rows: Sequence[int], passes: int = 1) -> Iterator[Tensor]:
+        """Row numbers in chunks of similar length; ``passes`` share the token budget."""
+        buckets = length_buckets([self.lengths[r] for r in rows], max(1, self.token_budget // passes))
+        return (torch.tensor([rows[k] for k in bucket], device=self.mask_NT.device) for bucket in buckets)
+
+
+def trainable(model: nn.Module) -> Params:
+    """The trainable parameters by name, detached; a tied weight comes once."""
+    return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def copied(params: Params) -> Params:
+    """A bit-exact copy."""
+    return {name: value.clone() for name, value in params.items()}
+
+
+def at(model: nn.Module, params: Params, fn: Callable[[Any], Any]) -> Any:
+    """``fn(model)`` as if the model had other parameters; the model itself is not touched.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> at(layer, {"weight": torch.tensor([[3.0]])}, lambda m: m(torch.tensor([2.0]))).item()
+    6.0
+    """
+    return torch.func.functional_call(_Holder(model), {f"model.{name}": value for name, value in params.items()}, (fn,))
+
+
+def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextManager] = nullcontext) -> LogProbs:
+    """The log-probs of a Hugging Face causal LM, dropout off.
+
+    Args:
+        autocast: makes the precision context of the training forward; gradients and forward-mode passes run under it.
+    """
+
+    def reverse(params: Params, row_R: Tensor) -> Tensor:
+        some = texts.select(row_R)
+        with evaluating(model), autocast():
+            return at(
+                model,
+                params,
+                lambda m: token_logp(m, some.prompt_ids, some.token_ids_NT, some.mask_NT, temperature=some.temperature),
+            )
+
+    def forward(params: Params, row_R: Tensor) -> Tensor:
+        some = texts.select(row_R)
+        with evaluating(model), maths_attention(model), autocast():
+            return logp_function(model, some.prompt_ids, some.token_ids_NT, some.mask_NT, temperature=some.temperature)(params)
+
+    return LogProbs(texts.mask_NT, texts.lengths, reverse, forward, texts.token_budget)
+
+
+@contextmanager
+def maths_attention(model: Any) -> Iterator[None]:
+    """Attention that can take the maths path for the block; what the model had comes back."""
+    current = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if current in MATHS_PATHS:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(current)
+
+
+class _Holder(nn.Module):
+    """A model under one name more: ``functional_call`` swaps parameters of a module and calls its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, fn: Callable[[Any], Any]) -> Any:
+        return fn(self.model)

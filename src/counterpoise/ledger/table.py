@@ -1,0 +1,100 @@
+"""The token table: one row a response token, columns named in ``counterpoise.schema``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoise.ledger.changes import CHANGES
+from counterpoise.ledger.classes import Facts
+from counterpoise.schema import PART_PREFIX, TOKEN_COLUMNS
+from counterpoise.types import Credit, TokenBatch
+
+
+def token_table(
+    step: int, batch: TokenBatch, credit: Credit, facts: Facts, columns: dict[str, Tensor], vocabulary: Sequence[str]
+) -> dict[str, Any]:
+    """Arrow columns of the whole batch, in the order of the schema, parts last. NaN becomes null; repeated strings are dictionaries.
+
+    Args:
+        columns: [N, T] on the CPU: what ``account`` found, NaN where a rollout took part in no optimizer step; ``vocabulary_index`` into
+            ``vocabulary``.
+    """
+    mask_NT = batch.mask_NT.cpu()
+    flat = {name: value_NT[mask_NT] for name, value_NT in columns.items()}
+    found = {name: _numbers(value) for name, value in flat.items() if name in TOKEN_COLUMNS}
+    found |= {name: _numbers(value) for name, value in flat.items() if name.startswith(PART_PREFIX)}
+    found |= _known(step, batch, credit, mask_NT) | _shared(facts, mask_NT)
+    index = flat["vocabulary_index"]
+    found["text"] = _strings(index, vocabulary)
+    found["category"] = _strings(facts.category_NT.cpu()[mask_NT], facts.category_names)
+    if "change" in flat:
+        found |= _labels(flat)
+    missing = {name: _nulls(len(index)) for name in TOKEN_COLUMNS if name not in found}
+    found |= missing
+    return {name: found[name] for name in [*TOKEN_COLUMNS, *(name for name in found if name not in TOKEN_COLUMNS)]}
+
+
+def _known(step: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
+    """Columns of the batch and its credit."""
+    rollout_N1 = torch.arange(batch.num_rollouts)[:, None]
+    columns = {
+        "step": torch.full_like(rollout_N1, step),
+        "group": batch.group_N[:, None],
+        "rollout": rollout_N1,
+        "position": torch.arange(mask_NT.shape[1])[None],
+        "token_ids": batch.token_ids_NT,
+        "reward": batch.reward_N[:, None],
+        "advantage": credit.advantage_N[:, None],
+        "sign": credit.advantage_N.sign()[:, None].to(torch.int8),
+        "weights": credit.weight_NT,
+        "advantages": credit.credit_NT,
+        "inference_logprobs": batch.sampler_logp_NT,
+        "confidence": batch.sampler_logp_NT.exp(),
+    }
+    return {name: value.cpu().expand_as(mask_NT)[mask_NT].numpy() for name, value in columns.items()}
+
+
+def _shared(facts: Facts, mask_NT: Tensor) -> dict[str, Any]:
+    shared = facts.sharing
+    columns = {"node": shared.node_NT, "node_positive": shared.positive_NT, "node_negative": shared.negative_NT}
+    columns |= {"is_fully_shared": shared.is_full_NT, "is_fork": shared.is_fork_NT}
+    return {name: value.cpu()[mask_NT].numpy() for name, value in columns.items()}
+
+
+def _labels(flat: dict[str, Tensor]) -> dict[str, Any]:
+    """Columns that are numbers inside and booleans, counts or words in the file; null where the rollout was not trained on."""
+    import pyarrow as pa
+
+    is_null = flat["change"].isnan()
+    change = flat["change"].nan_to_num().long() + 1
+    out = {
+        "change": pa.DictionaryArray.from_arrays(pa.array(change.to(torch.int8).numpy(), mask=is_null.numpy()), list(CHANGES)),
+        "optimizer_step": pa.array(flat["optimizer_step"].nan_to_num().long().numpy(), mask=is_null.numpy()),
+        "loss_mask": (~is_null).numpy(),
+    }
+    flags = {name: pa.array((flat[name] > 0).numpy(), mask=is_null.numpy()) for name in ("is_clipped", "is_flip")}
+    return out | flags
+
+
+def _numbers(value: Tensor) -> Any:
+    import pyarrow as pa
+
+    array = value.numpy()
+    return pa.array(array, mask=np.isnan(array)) if value.is_floating_point() else array
+
+
+def _strings(index: Tensor, words: Sequence[str]) -> Any:
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array(index.to(torch.int32).numpy()), list(words))
+
+
+def _nulls(length: int) -> Any:
+    import pyarrow as pa
+
+    return pa.nulls(length, pa.float32())

@@ -1,0 +1,173 @@
+"""What was run: the method on its six axes, model, task, command, versions; and the headline numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from counterpoise.report.credit_numbers import flip_rates, tokens_of
+from counterpoise.report.folder import RunFolder
+from counterpoise.report.groups import Group, eval_series, seed_of
+from counterpoise.report.stats import Interval, over_seeds
+from counterpoise.report.text import number, shortened, with_interval
+
+AXES = {
+    "advantage": "one number a rollout",
+    "credit": "how it is spread over tokens",
+    "loss": "shape of ratio and clip",
+    "reduction": "the denominator",
+    "plan": "which rollouts share an optimizer step",
+    "controller": "what changes over steps",
+}
+SETTINGS = ("model", "task", "num_steps", "rollouts", "optimizer", "eval", "ledger", "lora")
+NOT_IN_FILES = "as the preset sets it"
+
+
+class Table(NamedTuple):
+    """A small table; ``hints`` explain the rows, ``numeric`` says which columns hold numbers, ``merge`` joins the equal cells of a row."""
+
+    head: list[str]
+    rows: list[list[str]]
+    hints: list[str]
+    numeric: tuple[int, ...] = ()
+    merge: bool = False
+
+
+class Tile(NamedTuple):
+    """A headline number."""
+
+    label: str
+    value: str
+    note: str
+
+
+def axes_table(groups: Sequence[Group]) -> Table:
+    """The method of each group on the six axes; from the manifest, else what the config says."""
+    rows, hints = [], []
+    for axis, hint in AXES.items():
+        rows.append([axis, *(_axis(group.runs[0], axis) for group in groups)])
+        hints.append(hint)
+    return Table(["method", *(group.label for group in groups)], rows, hints, merge=True)
+
+
+def settings_table(groups: Sequence[Group]) -> Table:
+    """Model, task and the settings of each group."""
+    rows = []
+    for name in SETTINGS:
+        values = [_setting(group.runs[0].config.get(name)) for group in groups]
+        if any(values):
+            rows.append([name, *(value or "–" for value in values)])
+    rows.append(["seeds", *(", ".join(_setting(seed_of(run)) or "–" for run in group.runs) for group in groups)])
+    rows.append(["steps done", *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups)])
+    return Table(["setting", *(group.label for group in groups)], rows, [""] * len(rows), merge=True)
+
+
+def origin(run: RunFolder) -> list[tuple[str, str]]:
+    """Where a run comes from: command, commit, device, versions."""
+    manifest = run.manifest
+    command = manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else [str(command)] if command else []
+    versions = manifest.get("versions")
+    lines = [
+        ("folder", str(run.path)),
+        ("command", shlex.join(words) if words else ""),
+        ("imported from", _setting(manifest.get("imported_from"))),
+        ("commit", _setting(manifest.get("commit"))),
+        ("device", " · ".join(filter(None, [_setting(manifest.get("device")), _setting(manifest.get("platform"))]))),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else ""),
+    ]
+    return [(label, value) for label, value in lines if value]
+
+
+def tiles(groups: Sequence[Group]) -> list[Tile]:
+    """Headline numbers of one group; a comparison has its table instead."""
+    if len(groups) != 1:
+        return []
+    runs = groups[0].runs
+    made = [_accuracy_tile(runs), _reward_tile(runs), _flip_tile(runs), _tokens_tile(runs)]
+    return [tile for tile in made if tile is not None]
+
+
+def _accuracy_tile(runs: list[RunFolder]) -> Tile | None:
+    series = [s for run in runs if not (s := eval_series(run)).empty]
+    if not series:
+        return None
+    last, first = over_seeds([s.iloc[-1] for s in series]), over_seeds([s.iloc[0] for s in series])
+    if len(series) == 1:
+        low, high = (eval_series(runs[0], f"eval/accuracy_{side}") for side in ("low", "high"))
+        last = Interval(last.mean, low.iloc[-1] if len(low) else math.nan, high.iloc[-1] if len(high) else math.nan)
+    note = f"from {number(first.mean)} after {int(series[0].index[-1])} batches{_of_seeds(series)}"
+    return Tile("held-out accuracy", with_interval(*last), note)
+
+
+def _reward_tile(runs: list[RunFolder]) -> Tile | None:
+    found = [run.metrics["reward/mean"].dropna() for run in runs if "reward/mean" in run.metrics]
+    found = [s for s in found if len(s)]
+    if not found:
+        return None
+    last = over_seeds([s.iloc[-10:].mean() for s in found]) if len(found) > 1 else over_seeds(list(found[0].iloc[-10:]))
+    kind = _of_seeds(found) or ", interval over steps"
+    return Tile("training reward", with_interval(*last), f"last {min(10, len(found[0]))} batches{kind}")
+
+
+def _flip_tile(runs: list[RunFolder]) -> Tile | None:
+    found = tokens_of(runs[0])
+    rows = [row for row in flip_rates(found[1]) if row.count] if found else []
+    if not found or not rows:
+        return None
+    note = f"of {' / '.join(row.label for row in rows)} rollouts, batch {found[0]}"
+    return Tile("flipped tokens", " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows), note)
+
+
+def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
+    totals = [run.metrics["rollouts/num_tokens"].sum() for run in runs if "rollouts/num_tokens" in run.metrics]
+    if not totals:
+        return None
+    seconds = [_seconds(run.timing) for run in runs]
+    known = [s for s in seconds if s > 0]
+    note = f"{sum(known) / 60:.1f} minutes" if known else ""
+    return Tile("tokens sampled", number(sum(totals)), note)
+
+
+def _seconds(timing: pd.DataFrame) -> float:
+    return float(timing[[c for c in timing.columns if c.endswith("_s") and not c.endswith("_per_s")]].sum().sum()) if len(timing) else 0.0
+
+
+def _of_seeds(series: Sequence[Any]) -> str:
+    return f", {len(series)} seeds" if len(series) > 1 else ""
+
+
+def _axis(run: RunFolder, axis: str) -> str:
+    resolved, asked = run.manifest.get("method"), run.config.get("method")
+    if isinstance(resolved, dict) and axis in resolved:
+        return _stage(resolved[axis], axis)
+    if isinstance(asked, dict) and axis in asked:
+        return _stage(asked[axis], axis)
+    return NOT_IN_FILES if run.config or run.manifest else "unknown"
+
+
+def _stage(value: Any, axis: str) -> str:
+    if isinstance(value, list):
+        return " → ".join(_stage(one, axis) for one in value) if value else "uniform" if axis == "credit" else "none"
+    if isinstance(value, dict):
+        settings = ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 20) if key != "name")
+        return f"{value.get('name', '')} ({settings})" if settings else str(value.get("name", ""))
+    return "none" if value is None else str(value)
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40))
+    if value is None:
+        return ""
+    return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 400)
+
+
+def _steps_done(run: RunFolder) -> int:
+    return int(run.metrics["step"].max()) + 1 if len(run.metrics) else 0

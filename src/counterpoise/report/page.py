@@ -1,0 +1,170 @@
+"""The report page: one file, opens from disk, asks the network for nothing, runs no script but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from counterpoise.files import write_text
+from counterpoise.report import charts, facts, samples
+from counterpoise.report.compare import Comparison, comparison
+from counterpoise.report.figures import Drawing
+from counterpoise.report.folder import RunFolder, open_run
+from counterpoise.report.groups import Group, grouped
+from counterpoise.report.text import number, visible, with_interval
+
+SECTIONS = {
+    "learning": ("Learning", "What the policy earned, batch by batch."),
+    "plan": ("Plan", "Which rollouts share an optimizer step. Only what meets in a step can cancel in it."),
+    "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
+    "ledger": ("Ledger", "What the updates did to each token, and why."),
+}
+LEDGER_OFF = "No tokens table in this run: set ledger.every in the recipe to have one."
+
+
+class Card(NamedTuple):
+    """A chart that could be drawn."""
+
+    chart: charts.Chart
+    drawing: Drawing
+
+
+class Content(NamedTuple):
+    """Everything the page shows, before it is a page."""
+
+    title: str
+    groups: list[Group]
+    tiles: list[facts.Tile]
+    axes: facts.Table
+    settings: facts.Table
+    cards: dict[str, list[Card]]
+    absent: dict[str, list[str]]
+    comparison: Comparison | None
+    plan: tuple[int, facts.Table] | None
+    tops: Any
+    samples: list[samples.SamplePrompt]
+    problems: list[str]
+
+
+def write_report(paths: Sequence[str | Path], out: Path | None = None, *, step: int | None = None, **compared: Any) -> tuple[Path, Content]:
+    """Write the report of one run, or the comparison of several; returns its path and what it shows.
+
+    Args:
+        paths: run folders.
+        out: the page; ``report/index.html`` in the run, or in the folder above several runs, by default.
+        step: which tokens table to show; the last one by default.
+        compared: ``metric``, ``baseline``, ``threshold`` of the comparison.
+    """
+    runs = [open_run(path) for path in paths]
+    found = content(runs, step=step, **compared)
+    out = out or default_path(runs)
+    write_text(out, render(found))
+    return out, found
+
+
+def default_path(runs: Sequence[RunFolder]) -> Path:
+    """Beside the runs: in the run itself, or in the folder that holds the first of several."""
+    return (runs[0].path if len(runs) == 1 else runs[0].path.parent) / "report" / "index.html"
+
+
+def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: Any) -> Content:
+    """Read everything; what the files lack ends up in ``absent`` and ``problems``."""
+    groups = grouped(list(runs))
+    first = groups[0].runs[0]
+    compare, trouble = _comparison(groups, compared)
+    drawn = [(chart, charts.draw(chart, groups, step)) for chart in charts.CHARTS]
+    return Content(
+        title=first.name if len(runs) == 1 else " · ".join(group.label for group in groups),
+        groups=groups,
+        tiles=facts.tiles(groups),
+        axes=facts.axes_table(groups),
+        settings=facts.settings_table(groups),
+        cards={name: [Card(c, d) for c, d in drawn if d is not None and c.section == name] for name in SECTIONS},
+        absent={name: [c.title for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
+        comparison=compare,
+        plan=samples.plan_table(first) if len(groups) == 1 else None,
+        tops=samples.tops(first, step) if len(groups) == 1 else None,
+        samples=samples.sample_prompts(first, step) if len(groups) == 1 else [],
+        problems=[f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems] + trouble,
+    )
+
+
+def render(found: Content) -> str:
+    """The page as HTML."""
+    script, style, plotly = asset("report.js"), asset("tokens.css") + asset("report.css"), get_plotlyjs()
+    figures = {card.chart.name: card.drawing.figure.to_json() for cards in found.cards.values() for card in cards}
+    return _templates().get_template("report.html").render(
+        found=found,
+        sections=SECTIONS,
+        figures=figures,
+        origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
+        ledger_off=LEDGER_OFF,
+        policy=policy(scripts=[plotly, script], styles=[style, ""]),
+        script=script,
+        style=style,
+        plotly=plotly,
+        style_ids=_style_ids(plotly),
+    )
+
+
+def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """A Content-Security-Policy that lets run only these very scripts and styles, and load nothing."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(map(digest, scripts))}",
+            f"style-src {' '.join(map(digest, styles))}",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def digest(text: str) -> str:
+    """The source expression of an inline script or style: the hash of its text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def asset(name: str) -> str:
+    """A file of the package's assets."""
+    return resources.files("counterpoise.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@lru_cache(1)
+def _templates() -> jinja2.Environment:
+    env = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    env.filters |= {"visible": visible, "number": number, "interval": lambda value: with_interval(*value), "data": _data}
+    return env
+
+
+def _data(text: str) -> Markup:
+    """JSON for a script element: without a < no text in it can end the element."""
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def _style_ids(plotly: str) -> list[str]:
+    """Ids under which the chart library would add style sheets for maps, which the policy forbids and no chart needs: taken beforehand."""
+    return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
+
+
+def _comparison(groups: Sequence[Group], compared: dict[str, Any]) -> tuple[Comparison | None, list[str]]:
+    """The comparison; one that cannot be made is a line among the problems and the rest of the page is shown."""
+    if len(groups) < 2:
+        return None, []
+    try:
+        return comparison(groups, **compared), []
+    except ValueError as error:
+        return None, [str(error)]

@@ -1,0 +1,163 @@
+"""Text for people: rollouts of a few prompts with every token coloured by its credit, the tokens with the most credit, the plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from counterpoise.report.credit_numbers import TopToken, tokens_of, top_tokens
+from counterpoise.report.facts import Table
+from counterpoise.report.folder import RunFolder
+from counterpoise.report.text import number, visible
+
+MAX_TOKENS = 500
+BINS = 10
+
+
+class Token(NamedTuple):
+    """A token as the page shows it: text, colour class, numbers on hover."""
+
+    text: str
+    css: str
+    title: str
+
+
+class Sample(NamedTuple):
+    """One rollout."""
+
+    rollout: int
+    reward: float
+    advantage: float
+    num_tokens: int
+    stop_reason: str
+    tokens: list[Token]
+    num_left_out: int
+
+
+class SamplePrompt(NamedTuple):
+    """A prompt with its best and its worst rollout."""
+
+    step: int
+    group: int
+    prompt: str
+    answer: str
+    solved: str
+    samples: list[Sample]
+
+
+def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> list[SamplePrompt]:
+    """Prompts of the last step that both signs answered, the best and the worst rollout of each."""
+    at = _step(run, step)
+    if at is None:
+        return []
+    columns = ("group", "rollout", "prompt", "answer", "text", "reward", "advantage", "stop_reason", "token_ids")
+    table = run.table("rollouts", at, columns)
+    if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
+        return []
+    rollouts = table.to_pandas()
+    found = tokens_of(run, at) if at in run.steps("tokens") else None
+    tokens = found[1] if found else None
+    limit = credit_limit(tokens) if tokens is not None else 1.0
+    mixed = rollouts.groupby("group")["reward"].agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean())).sort_values(ascending=False, kind="stable")
+    return [_prompt(at, rollouts[rollouts["group"] == group], tokens, limit) for group in mixed.index[:num]]
+
+
+def diverging(value: float, limit: float) -> str:
+    """Colour class of a signed number: blue above 0, orange below.
+
+    >>> diverging(0.5, 1.0), diverging(-9.0, 1.0), diverging(0.0, 1.0)
+    ('d-p5', 'd-n10', 'd-0')
+    """
+    if not np.isfinite(value) or limit <= 0:
+        return ""
+    level = min(BINS, int(np.ceil(abs(value) / limit * BINS - 1e-9)))
+    return "d-0" if level == 0 else f"d-{'p' if value > 0 else 'n'}{level}"
+
+
+def credit_limit(tokens: pd.DataFrame) -> float:
+    """The 98th percentile of |credit|: where the colour scale ends."""
+    found = tokens["advantages"].abs().dropna() if "advantages" in tokens else []
+    return float(np.quantile(found, 0.98)) if len(found) else 1.0
+
+
+def tops(run: RunFolder, step: int | None = None) -> tuple[int, list[TopToken], list[TopToken]] | None:
+    """The step, and its tokens with the largest and smallest sum of credit."""
+    found = tokens_of(run, step)
+    if found is None:
+        return None
+    up, down = top_tokens(found[1])
+    return (found[0], up, down) if up or down else None
+
+
+def plan_table(run: RunFolder) -> tuple[int, Table] | None:
+    """The last plan: rows, prompts, tokens, positives and sum of advantage of each optimizer step."""
+    for step in reversed(run.steps("plan")):
+        plan, table = run.plan(step), run.table("rollouts", step, ("group", "reward", "advantage", "token_ids"))
+        if plan is None or not _is_plan(plan.get("rows")):
+            continue
+        rollouts = table.to_pandas() if table is not None and {"group", "reward"} <= set(table.column_names) else None
+        rows = [_plan_row(k, part, rollouts) for k, part in enumerate(plan["rows"])]
+        head = ["optimizer step", "rollouts", "prompts", "tokens", "positive share", "sum of advantage"]
+        return step, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
+    return None
+
+
+def _step(run: RunFolder, step: int | None) -> int | None:
+    if step is not None:
+        return step
+    both = sorted(set(run.steps("tokens")) & set(run.steps("rollouts"))) or run.steps("rollouts")
+    return both[-1] if both else None
+
+
+def _prompt(step: int, rows: pd.DataFrame, tokens: pd.DataFrame | None, limit: float) -> SamplePrompt:
+    best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
+    first = rows.iloc[0]
+    return SamplePrompt(
+        step=step,
+        group=int(first["group"]),
+        prompt=visible(first.get("prompt"), "\n"),
+        answer=visible(first.get("answer"), "\n"),
+        solved=f"{int((rows['reward'] > 0.5).sum())} of {len(rows)}",
+        samples=[_sample(rows.loc[at], tokens, limit) for at in dict.fromkeys([best, worst])],
+    )
+
+
+def _sample(row: Any, tokens: pd.DataFrame | None, limit: float) -> Sample:
+    own = tokens[tokens["rollout"] == row["rollout"]] if tokens is not None and "rollout" in tokens else None
+    if own is not None and len(own) and "text" in own:
+        made = [_token(token, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
+        left_out = max(0, len(own) - MAX_TOKENS)
+    else:
+        made, left_out = [Token(visible(row["text"], "\n"), "", "")], 0
+    ids = row.get("token_ids")
+    return Sample(
+        rollout=int(row["rollout"]),
+        reward=float(row["reward"]),
+        advantage=float(row.get("advantage", np.nan)),
+        num_tokens=len(ids) if ids is not None else 0,
+        stop_reason=visible(row.get("stop_reason")),
+        tokens=made,
+        num_left_out=left_out,
+    )
+
+
+def _token(token: dict[Any, Any], limit: float) -> Token:
+    credit, delta = token.get("advantages", np.nan), token.get("delta", np.nan)
+    text = visible(token["text"], "\n").replace("\n", "⏎\n")
+    return Token(text, diverging(credit, limit), f"credit {number(credit)}, change of the log-prob {number(delta)}")
+
+
+def _plan_row(at: int, part: list[int], rollouts: pd.DataFrame | None) -> list[str]:
+    if rollouts is None or max(part, default=-1) >= len(rollouts):
+        return [str(at), str(len(part)), "–", "–", "–", "–"]
+    rows = rollouts.iloc[part]
+    tokens = number(float(sum(map(len, rows["token_ids"])))) if "token_ids" in rows else "–"
+    advantage = number(float(rows["advantage"].sum())) if "advantage" in rows else "–"
+    return [str(at), str(len(part)), str(rows["group"].nunique()), tokens, number(float((rows["reward"] > 0.5).mean())), advantage]
+
+
+def _is_plan(rows: Any) -> bool:
+    return isinstance(rows, list) and all(isinstance(part, Sequence) and all(isinstance(r, int) and r >= 0 for r in part) for part in rows)

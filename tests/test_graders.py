@@ -1,0 +1,119 @@
+"""Graders that hang, raise, die or answer nonsense: reward 0, counted, reported, and the next rollout is graded as if nothing happened."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+
+import pytest
+
+from counterpoise.tasks import Grades, grade, task
+from counterpoise.tasks.workers import POOL
+from counterpoise.types import Prompt
+
+# the text tells the grader what to do
+USER_MODULE = """
+import ctypes, os, signal, time
+import torch
+
+def reward(prompt, text):
+    if text == "raise":
+        raise RuntimeError("cannot read this")
+    if text == "loop":
+        while True:
+            pass
+    if text == "swallow":
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+    if text == "stuck in C":
+        ctypes.PyDLL(None).sleep(600)
+    if text == "exit":
+        os._exit(3)
+    if text == "sys.exit":
+        raise SystemExit(4)
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "1.0", "int": 1, "bool": True,
+            "tensor": torch.tensor(0.5), "pid": os.getpid()}.get(text, float(text == prompt.answer))
+"""
+
+
+@pytest.fixture
+def user_task(tmp_path, monkeypatch):
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(USER_MODULE))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield task("arithmetic", reward="user_rewards:reward")
+    POOL.close()
+
+
+def pairs(*texts: str) -> list[tuple[Prompt, str]]:
+    return [(Prompt(f"p{number}", "?", "right"), text) for number, text in enumerate(texts)]
+
+
+def test_good_graders_in_order_with_any_number_of_workers(user_task):
+    texts = ["right", "wrong", "int", "bool", "tensor", "right"] * 4
+    expected = Grades([1.0, 0.0, 1.0, 1.0, 0.5, 1.0] * 4, 0, 0, [])
+    assert [grade(user_task, pairs(*texts), num_workers=count) for count in (1, 2, 3)] == [expected] * 3
+    assert grade(user_task, []) == Grades([], 0, 0, [])
+
+
+def test_raising_and_non_finite_graders_fail_and_are_named(user_task):
+    grades = grade(user_task, pairs("raise", "right", "nan", "inf", "none", "string"), num_workers=1)
+    assert grades == Grades(
+        [0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+        5,
+        0,
+        [
+            "prompt p0: the grader raised RuntimeError: cannot read this",
+            "prompt p2: the grader returned 'nan', expected a finite number",
+            "prompt p3: the grader returned 'inf', expected a finite number",
+            "prompt p4: the grader returned 'None', expected a finite number",
+            "prompt p5: the grader returned '1.0', expected a finite number",
+        ],
+    )
+
+
+@pytest.mark.parametrize("how", ["loop", "swallow", "stuck in C"])
+def test_a_hanging_grader_is_cut(user_task, how):
+    grades = grade(user_task, pairs("right", how, "right"), time_limit_s=1.0, num_workers=1)
+    assert grades == Grades([1.0, 0.0, 1.0], 0, 1, ["prompt p1: the grader took more than 1 s"])
+
+
+def test_a_grader_that_ends_its_process_fails_alone(user_task):
+    grades = grade(user_task, pairs("exit", "right", "sys.exit", "right"), num_workers=1)
+    assert grades.reward == [0.0, 1.0, 0.0, 1.0]
+    assert (grades.num_failed, grades.num_timed_out) == (2, 0)
+    assert grades.messages == [f"prompt p{n}: the grader ended its process (exit code {code})" for n, code in ((0, 3), (2, 4))]
+
+
+def test_the_worker_is_another_process_and_is_kept(user_task):
+    first, second = (grade(user_task, pairs("pid"), num_workers=1).reward[0] for _ in range(2))
+    assert first == second != os.getpid()
+
+
+def test_trusted_tasks_run_here_and_their_faults_are_counted_too():
+    class Broken:
+        is_trusted = True
+
+        def reward(self, prompt, text):
+            return os.getpid() if text == "pid" else 1 / 0
+
+    grades = grade(Broken(), pairs("pid", "x"))
+    assert grades == Grades([float(os.getpid()), 0.0], 1, 0, ["prompt p1: the grader raised ZeroDivisionError: division by zero"])
+
+
+def test_a_task_the_worker_cannot_load_is_one_error(user_task, tmp_path, monkeypatch):
+    grade(user_task, pairs("right"))
+    (tmp_path / "user_rewards.py").unlink()
+    with pytest.raises(ValueError, match="cannot load the task: ModuleNotFoundError: No module named 'user_rewards'"):
+        POOL.close()
+        grade(user_task, pairs("right"))
+
+
+@pytest.mark.parametrize("bad", [{"time_limit_s": 0}, {"time_limit_s": float("nan")}, {"num_workers": 0}])
+def test_bad_settings(bad):
+    with pytest.raises(ValueError, match="time_limit_s must be above 0 and num_workers at least 1"):
+        grade(task("arithmetic"), [], **bad)
