@@ -344,17 +344,20 @@ def _tokens(step: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np
 def _ledger_metrics(tokens: dict[str, Any], tax: float, rng: np.random.Generator) -> dict[str, float]:
     sign, flip = np.array(tokens["sign"]), np.array(tokens["is_flip"])
     return {
-        "ledger/flip_rate": float(flip[sign != 0].mean()) if (sign != 0).any() else 0.0,
-        "ledger/flip_rate_positive": float(flip[sign > 0].mean()) if (sign > 0).any() else 0.0,
-        "ledger/flip_rate_negative": float(flip[sign < 0].mean()) if (sign < 0).any() else 0.0,
-        "ledger/predicted_correlation": float(np.corrcoef(tokens["predicted"], tokens["delta"])[0, 1]),
-        "ledger/residual": 0.2 + 0.02 * float(rng.random()),
-        "ledger/residual_coupling": 0.1,
-        "ledger/residual_clip": 0.05,
-        "ledger/residual_length": 0.05,
-        "ledger/tax": 1e-4 * (1 + float(rng.random())),
-        "ledger/tax_cumulative": tax,
-        "ledger/drift": 0.1 * float(rng.random()),
+        "ledger/flip/all": float(flip[sign != 0].mean()) if (sign != 0).any() else 0.0,
+        "ledger/flip/positive": float(flip[sign > 0].mean()) if (sign > 0).any() else 0.0,
+        "ledger/flip/negative": float(flip[sign < 0].mean()) if (sign < 0).any() else 0.0,
+        "ledger/predicted/correlation": float(np.corrcoef(tokens["predicted"], tokens["delta"])[0, 1]),
+        "ledger/residual/full": 0.2 + 0.02 * float(rng.random()),
+        "ledger/residual/coupling": 0.1,
+        "ledger/residual/clip": 0.05,
+        "ledger/residual/length": 0.05,
+        "ledger/tax/shared": tax,
+        "ledger/tax/discriminating": 4 * tax,
+        "ledger/tax/other": 0.5 * tax,
+        "ledger/drift/log_odds_change": 0.1 * float(rng.random()),
+        "ledger/entropy/shared": 0.2 + 0.02 * float(rng.random()),
+        "ledger/entropy/other": 0.5 + 0.02 * float(rng.random()),
     }
 
 

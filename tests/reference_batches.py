@@ -1,4 +1,4 @@
-"""Reductions, plan audits and rank pooling in plain Python, from the mathematics."""
+"""Reductions, plan audits and rank pooling in plain Python, from the mathematics; and tables of prompts to plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from counterpoise.numerics import Reduce
+from counterpoise.types import TokenBatch
 
 
 def per_token(lengths, credit, advantages, count="mask"):
@@ -50,6 +51,21 @@ def pairs_kept(steps: list[list[int]], groups: list[int], is_positive: list[bool
                 total += 1
                 met += i in step_of and j in step_of and step_of[i] == step_of[j]
     return met, total
+
+
+def prompts(num, size, seed=0, share=0.4):
+    """``num`` prompts of ``size`` rollouts each, rewards 0 / 1, lengths 1..60."""
+    generator = torch.Generator().manual_seed(seed)
+    group_N = torch.arange(num).repeat_interleave(size)
+    reward_N = (torch.rand(num * size, generator=generator) < share).double()
+    return group_N, reward_N, torch.randint(1, 61, (num * size,), generator=generator)
+
+
+def batch_of(group_N, reward_N, length_N):
+    ids = [[1] * int(length) for length in length_N]
+    return TokenBatch.from_lists(
+        ids, group=group_N.tolist(), reward=reward_N.tolist(), sampler_logp=[[-1.0] * len(row) for row in ids], dtype=torch.float64
+    )
 
 
 def on_ranks(calls: list[Callable[[Reduce], Any]]) -> list[Any]:

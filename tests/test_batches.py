@@ -11,131 +11,17 @@ from hypothesis import strategies as st
 
 import counterpoise as cp
 import reference_batches as reference
-from counterpoise.batches import PLANS, REDUCTIONS, audit, is_ready, manifest, quota, shard
+from counterpoise.batches import PLANS, audit, is_ready, manifest, quota
 from counterpoise.build import call
 from counterpoise.numerics import seeded
-from reference_batches import on_ranks
+from reference_batches import batch_of, prompts
 from strategies import ragged_batches
 
-untimed = settings(max_examples=60, deadline=None)
-
-
-# ---- reductions
-
-
-@st.composite
-def steps_of(draw):
-    """A step's mask, credit (with zeros) and advantage (with zeros)."""
-    batch = draw(ragged_batches())
-    n, t = batch.mask_NT.shape
-    advantage_N = torch.tensor(draw(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 2.0]), min_size=n, max_size=n)), dtype=torch.float64)
-    keep = draw(st.lists(st.booleans(), min_size=n * t, max_size=n * t))
-    credit_NT = torch.where(batch.mask_NT & torch.tensor(keep).reshape(n, t), advantage_N[:, None], 0)
-    return batch.mask_NT, credit_NT, advantage_N
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("per_token", {}),
-        ("per_token", {"count": "credited"}),
-        ("per_sequence", {}),
-        ("per_sequence", {"count": "credited"}),
-        ("constant_length", {}),
-        ("constant_length", {"length": 7}),
-        ("side_means", {}),
-    ],
-)
-@untimed
-@given(step=steps_of())
-def test_reduction_twin(name, params, step):
-    mask_NT, credit_NT, advantage_N = step
-    lengths = mask_NT.sum(1).tolist()
-    expected_NT = torch.zeros_like(credit_NT)
-    for i, row in enumerate(getattr(reference, name)(lengths, credit_NT.tolist(), advantage_N.tolist(), **params)):
-        expected_NT[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
-    got_NT = REDUCTIONS[name](mask_NT, credit_NT, advantage_N, **params)
-    assert got_NT.dtype == credit_NT.dtype
-    torch.testing.assert_close(got_NT, expected_NT, rtol=1e-13, atol=0)
-    assert (got_NT[~mask_NT] == 0).all()
-
-
-@pytest.mark.parametrize("name", list(REDUCTIONS))
-@pytest.mark.parametrize("count", [None, "credited"])
-def test_reductions_pool_over_ranks(name, count):
-    """Ranks of 2, 0 and 1 rows: the denominators are those of the whole step."""
-    mask_NT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
-    advantage_N = torch.tensor([1.0, -1.0, -2.0], dtype=torch.float64)
-    credit_NT = advantage_N[:, None] * mask_NT * torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]])
-    params = {"count": count} if count and name in ("per_token", "per_sequence") else {}
-    parts = [slice(0, 2), slice(2, 2), slice(2, 3)]
-    got = on_ranks(
-        [
-            lambda reduce, p=part: call(REDUCTIONS[name], mask_NT[p], credit_NT[p], advantage_N[p], reduce=reduce, **params)
-            for part in parts
-        ]
-    )
-    torch.testing.assert_close(torch.cat(got), REDUCTIONS[name](mask_NT, credit_NT, advantage_N, **params), rtol=1e-14, atol=0)
-
-
-def test_side_means_by_hand():
-    """Two positives of 2 and 4 tokens, one negative of 1, one of advantage 0: 1/2 * 1/2 * 1/2, 1/2 * 1/2 * 1/4, 1/2 * 1/1 * 1/1, 0."""
-    mask_NT = torch.arange(4) < torch.tensor([[2], [4], [1], [3]])
-    advantage_N = torch.tensor([1.0, 1.0, -1.0, 0.0])
-    got_NT = REDUCTIONS["side_means"](mask_NT, torch.zeros(4, 4), advantage_N)
-    assert [row[0] for row in got_NT.tolist()] == [0.125, 0.0625, 0.5, 0.0]
-    one_sided_NT = REDUCTIONS["side_means"](mask_NT[:2], torch.zeros(2, 4), advantage_N[:2])
-    torch.testing.assert_close(one_sided_NT, got_NT[:2], rtol=0, atol=0)
-
-
-def test_empty_cases_are_zero():
-    mask_NT, none_NT = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
-    for name in ("per_token", "per_sequence"):
-        assert REDUCTIONS[name](mask_NT, none_NT, torch.zeros(2), count="credited").tolist() == none_NT.tolist()
-    assert REDUCTIONS["side_means"](mask_NT, none_NT, torch.zeros(2)).tolist() == none_NT.tolist()
-
-
-def test_constant_length_prefers_its_parameter_then_the_limit_then_the_longest():
-    step = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2), torch.ones(2)
-    first = [
-        float(REDUCTIONS["constant_length"](*step, **params)[0, 0])
-        for params in ({"length": 5, "max_length": 4}, {"max_length": 4}, {})
-    ]
-    assert first == pytest.approx([1 / 10, 1 / 8, 1 / 4])
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("per_token", {"count": "tokens"}, "per_token: count must be one of mask, credited, got 'tokens'"),
-        ("per_sequence", {"count": None}, "per_sequence: count must be one of mask, credited, got None"),
-        ("constant_length", {"length": 0}, "constant_length: length must be an integer >= 1 or None, got 0"),
-        ("constant_length", {"length": 2.5}, "constant_length: length must be an integer >= 1 or None, got 2.5"),
-    ],
-)
-def test_reduction_bad_parameters(name, params, message):
-    with pytest.raises(ValueError, match=message):
-        REDUCTIONS[name](torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1), torch.ones(1), **params)
-
+untimed = settings(max_examples=40, deadline=None)
 
 # ---- plans
 
 PLAN_SETTINGS = [(name, {}) for name in PLANS] + [("reward_balanced", {"mode": mode}) for mode in ("per_query", "buffer")]
-
-
-def prompts(num, size, seed=0, share=0.4):
-    """``num`` prompts of ``size`` rollouts each, rewards 0 / 1, lengths 1..60."""
-    generator = torch.Generator().manual_seed(seed)
-    group_N = torch.arange(num).repeat_interleave(size)
-    reward_N = (torch.rand(num * size, generator=generator) < share).double()
-    return group_N, reward_N, torch.randint(1, 61, (num * size,), generator=generator)
-
-
-def batch_of(group_N, reward_N, length_N):
-    ids = [[1] * int(length) for length in length_N]
-    return cp.TokenBatch.from_lists(
-        ids, group=group_N.tolist(), reward=reward_N.tolist(), sampler_logp=[[-1.0] * len(row) for row in ids], dtype=torch.float64
-    )
 
 
 def planned(name, table, num_steps, seed=0, **params):
@@ -426,86 +312,7 @@ def test_audit_takes_a_plan_of_a_method():
     assert sorted(plan.manifest["groups"][0] + plan.manifest["groups"][1]) == list(range(8))
 
 
-# ---- shard
-
-
-@untimed
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
-    num_ranks=st.integers(1, 5),
-    budget=st.none() | st.integers(1, 120),
-    max_rows=st.none() | st.integers(1, 6),
-    by_group=st.booleans(),
-    data=st.data(),
-)
-def test_shard_holds_every_row_once_within_its_limits(lengths, num_ranks, budget, max_rows, by_group, data):
-    row_R = torch.tensor(data.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, unique=True)))
-    length_N, group_N = torch.tensor(lengths), torch.arange(len(lengths)) // 3
-    ranks = shard(
-        row_R, length_N, num_ranks=num_ranks, token_budget=budget, max_rows=max_rows, groups=group_N if by_group else None
-    )
-    assert len(ranks) == num_ranks
-    micro_batches = [micro for rank in ranks for micro in rank]
-    assert sorted(torch.cat(micro_batches).tolist()) == sorted(row_R.tolist())
-    for micro in micro_batches:
-        assert len(micro) > 0
-        assert max_rows is None or len(micro) <= max_rows
-        assert budget is None or len(micro) == 1 or len(micro) * int(length_N[micro].max()) <= budget
-    if by_group:
-        owners = [{int(group_N[row]) for micro in rank for row in micro} for rank in ranks]
-        assert not any(a & b for a, b in itertools.combinations(owners, 2))
-    else:
-        # the greedy bound: the fullest rank was the emptiest before its last row
-        loads = [sum(int(length_N[micro].sum()) for micro in rank) for rank in ranks]
-        assert max(loads) - min(loads) <= int(length_N[row_R].max())
-
-
-def test_shard_by_hand():
-    """Longest first: 9 -> rank 0, 8 -> rank 1, 3 -> rank 1 (8 < 9), 2 -> rank 0 (9 < 11). Budget 9: 2 rows of 9 or 8 are too many."""
-    length_N = torch.tensor([9, 2, 3, 8])
-    assert [[m.tolist() for m in rank] for rank in shard(torch.arange(4), length_N, num_ranks=2, token_budget=9)] == [
-        [[0], [1]],
-        [[3], [2]],
-    ]
-    assert [[m.tolist() for m in rank] for rank in shard(torch.tensor([3, 1]), length_N)] == [[[3, 1]]]
-    assert [[m.tolist() for m in rank] for rank in shard(torch.arange(4), length_N, max_rows=3)] == [[[0, 3, 2], [1]]]
-    assert [[m.tolist() for m in rank] for rank in shard(torch.arange(4), length_N, token_budget=5)] == [[[0], [3], [2], [1]]]
-    assert shard(torch.tensor([2]), length_N, num_ranks=3)[1:] == [[], []]
-
-
-def test_shard_cuts_change_no_gradient():
-    """A step cut into ranks and micro-batches by positions gives the gradient of the whole step."""
-    batch = batch_of(*prompts(6, 4))
-    method = cp.method("grpo")
-    rows = method.rows(batch, method.assign(batch), torch.arange(24))
-    logp_NT = (
-        torch.rand(batch.mask_NT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1.5
-    ).requires_grad_()
-    (method.loss(logp_NT, rows).loss_NT * rows.scale_NT).sum().backward()
-    whole_NT, logp_NT.grad = logp_NT.grad, None
-    for rank in shard(torch.arange(24), batch.length_N, num_ranks=3, token_budget=130):
-        for pick_R in rank:
-            cut = rows.select(pick_R)
-            (method.loss(logp_NT[pick_R], cut).loss_NT * cut.scale_NT).sum().backward()
-    assert whole_NT.abs().sum() > 0
-    torch.testing.assert_close(logp_NT.grad, whole_NT, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"num_ranks": 0}, "num_ranks must be an integer >= 1, got 0"),
-        ({"num_ranks": None}, "num_ranks must be an integer >= 1, got None"),
-        ({"token_budget": 0}, "token_budget must be an integer >= 1 or None, got 0"),
-        ({"max_rows": 1.5}, "max_rows must be an integer >= 1 or None, got 1.5"),
-    ],
-)
-def test_shard_bad_parameters(params, message):
-    with pytest.raises(ValueError, match=f"shard: {message}"):
-        shard(torch.arange(2), torch.ones(2), **params)
-
-
-@pytest.mark.parametrize("name", [*PLANS, *REDUCTIONS])
-def test_stages_pickle(name):
-    stage = {**PLANS, **REDUCTIONS}[name]
+@pytest.mark.parametrize("name", list(PLANS))
+def test_plans_pickle(name):
+    stage = PLANS[name]
     assert pickle.loads(pickle.dumps(stage())).func is stage

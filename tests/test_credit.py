@@ -1,81 +1,28 @@
-"""Credit rules: loops-only twins, by-hand numbers, special cases, laws on ragged batches, ranks, bad parameters."""
+"""Credit rules against loops-only twins, numbers worked out by hand and TRL's selection; the prefix trie."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import pickle
-import threading
 
 import pytest
-import reference_credit as reference
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from strategies import ragged_batches
+from hypothesis import given
 
+import reference_credit as reference
 from counterpoise import credit as rules
-from counterpoise.build import base, bound, build, call, needs_of
+from counterpoise.build import base, bound, call
 from counterpoise.covariance import token_covariance
 from counterpoise.credit.association import Tables, fisher_exact, information_gain
-from counterpoise.credit.edits import edit_credit, edit_distance, nearest_correct
 from counterpoise.credit.entropy import pooled_quantile
 from counterpoise.credit.overlap import conflict_tokens
 from counterpoise.kl import KL_ESTIMATORS, kl_estimator
-from counterpoise.numerics import LOCAL, Reduce, seeded
+from counterpoise.numerics import LOCAL, seeded
 from counterpoise.trie import pair_index, prefix_nodes
 from counterpoise.types import TokenBatch
+from credit_cases import as_lists, batch_of, close, credited_batches, laws, name_of, spread
+from strategies import ragged_batches
 
-ADVANTAGES = st.sampled_from([-1.5, -0.5, 0.0, 0.25, 2.0])
-laws = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@st.composite
-def credited_batches(draw, **options):
-    """A batch and a credit: one number a rollout (the first rule of a chain), or any number a token (a later rule)."""
-    batch = draw(ragged_batches(**options))
-    per_rollout = draw(st.lists(ADVANTAGES, min_size=batch.num_rollouts, max_size=batch.num_rollouts))
-    credit_NT = torch.tensor(per_rollout, dtype=torch.float64)[:, None] * batch.mask_NT
-    if draw(st.booleans()):
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-        credit_NT = credit_NT * torch.tensor([-1.0, 0.0, 0.5, 1.0]).double()[torch.randint(4, credit_NT.shape, generator=generator)]
-    return batch, credit_NT + 0.0
-
-
-def as_lists(value_NT, batch):
-    return [row[:n] for row, n in zip(value_NT.tolist(), batch.length_N.tolist())]
-
-
-def padded(rows, width):
-    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
-
-
-def equal(actual, expected, name="", tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
-
-
-def close(actual_NT, rows, name=""):
-    equal(actual_NT, padded(rows, actual_NT.shape[1]), name)
-
-
-def name_of(rule):
-    return f"{base(rule).__name__}({bound(rule)})"
-
-
-def batch_of(ids, *, group=None, reward=None, **columns):
-    """A float64 batch; log-probs of -1 unless given."""
-    columns = {"sampler_logp": [[-1.0] * len(row) for row in ids], **columns}
-    return TokenBatch.from_lists(
-        ids, group=group or [0] * len(ids), reward=reward or [0.0] * len(ids), dtype=torch.float64, **columns
-    )
-
-
-def spread(advantages, batch):
-    return torch.tensor(advantages, dtype=torch.float64)[:, None] * batch.mask_NT
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------- twins
 TWINS = [
     (rules.negative_token_filter(fraction=0.1), reference.negative_token_filter),
     (rules.negative_token_filter(fraction=0.5), reference.negative_token_filter),
@@ -148,91 +95,17 @@ def test_prefix_nodes_equal_their_twin(batch):
     assert torch.equal(nodes.sum(batch.mask_NT.double()), nodes.size_M.double())
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- edits
-@st.composite
-def id_pairs(draw):
-    ids = st.lists(st.integers(0, 3), min_size=1, max_size=9)
-    return draw(ids), draw(ids)
+def test_prefix_nodes_refuse_a_gap():
+    with pytest.raises(ValueError, match="gap before a response token"):
+        prefix_nodes(torch.ones(1, 3, dtype=torch.long), torch.tensor([[True, False, True]]), torch.tensor([0]))
 
 
-@laws
-@given(pair=id_pairs())
-def test_edit_credit_marks_a_shortest_alignment(pair):
-    failed_ids, corrected_ids = pair
-    failed, corrected = edit_credit(failed_ids, corrected_ids, 2.0)
-    assert set(failed) <= {0.0, -2.0}
-    assert set(corrected) <= {0.0, 2.0}
-    # what is left on both sides is the same text, and the gaps between it cost max(gone, come) edits each
-    kept_failed = [t for t, c in enumerate(failed) if c == 0]
-    kept_corrected = [t for t, c in enumerate(corrected) if c == 0]
-    assert [failed_ids[t] for t in kept_failed] == [corrected_ids[t] for t in kept_corrected]
-    ends_failed, ends_corrected = [-1, *kept_failed, len(failed_ids)], [-1, *kept_corrected, len(corrected_ids)]
-    gaps = zip(itertools.pairwise(ends_failed), itertools.pairwise(ends_corrected))
-    distance = reference.edit_distance(failed_ids, corrected_ids)
-    assert sum(max(b - a, d - c) - 1 for (a, b), (c, d) in gaps) == distance
-    assert edit_distance(failed_ids, corrected_ids) == distance / max(len(failed_ids), len(corrected_ids))
+def test_pair_index_of_nothing_and_of_negative_ids():
+    assert pair_index(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))[1] == 0
+    index, count = pair_index(torch.tensor([0, 0, 1, 0]), torch.tensor([-100, 5, -100, -100]))
+    assert (index.tolist(), count) == ([0, 1, 2, 0], 3)
 
 
-@laws
-@given(batch=ragged_batches(max_group_size=5, max_length=4, vocab=3), serving=st.sampled_from(["sum", "mean"]))
-def test_edits_equal_their_twin(batch, serving):
-    rollouts = reference.Rollouts(batch)
-    out = [[0.0] * len(ids) for ids in rollouts.token_ids]
-    served = {}
-    for i, ids in enumerate(rollouts.token_ids):
-        correct = [j for j in rollouts.siblings(i) if rollouts.reward[j] > 0.5]
-        if rollouts.reward[i] > 0.5 or not correct:
-            continue
-
-        def nearness(j, ids=ids):
-            other = rollouts.token_ids[j]
-            return reference.edit_distance(ids, other) / max(len(ids), len(other)), other
-
-        best = min(nearness(j) for j in correct)
-        copies = [j for j in correct if nearness(j) == best]
-        own, other = edit_credit(ids, rollouts.token_ids[copies[0]], 1.0)
-        out[i] = own
-        for j in copies:
-            served.setdefault(j, []).append([c / len(copies) for c in other])
-    for j, parts in served.items():
-        out[j] = [sum(column) / (len(parts) if serving == "mean" else 1) for column in zip(*parts)]
-    close(rules.edits(torch.ones(batch.mask_NT.shape, dtype=torch.float64), batch, serving=serving), out)
-
-
-def test_edits_by_hand():
-    # failed 1 2 3 4 5 6, nearest correct 1 9 3 5 6 8: 2 -> 9, 4 goes, 8 comes; the far sibling is left alone. Gain 0.9 - 0.2.
-    batch = batch_of(
-        [[1, 2, 3, 4, 5, 6], [1, 9, 3, 5, 6, 8], [7, 7, 7], [1, 2], [1, 2]],
-        group=[4, 4, 4, 8, 8],
-        reward=[0.2, 0.9, 0.8, 1.0, 1.0],
-    )
-    incoming_NT, g = torch.ones(5, 6, dtype=torch.float64), 0.7
-    found_NT = rules.edits(incoming_NT, batch)
-    close(found_NT, [[0, -g, 0, -g, 0, 0], [0, g, 0, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
-    first_NT = rules.edits(incoming_NT, batch, first_edits=1)
-    close(first_NT, [[0, -g, 0, 0, 0, 0], [0, g, 0, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
-    report = base(rules.edits).report(incoming_NT, found_NT, batch)
-    assert {key: float(value) for key, value in report.items()} == pytest.approx(
-        {"pairs": 1, "skipped_groups": 1, "skipped_group_frac": 0.5, "credit_sum": 0.0, "credit_sum_per_pair": 0.0}, abs=1e-12
-    )
-
-
-def test_edits_of_a_reference_that_serves_two():
-    # both failures differ from the only correct answer in their last token: its last token gets 1 + 1, or their mean
-    batch = batch_of([[1, 2], [1, 3], [1, 4]], reward=[1.0, 0.0, 0.0])
-    close(rules.edits(torch.zeros(3, 2).double(), batch), [[0, 2], [0, -1], [0, -1]])
-    close(rules.edits(torch.zeros(3, 2).double(), batch, serving="mean"), [[0, 1], [0, -1], [0, -1]])
-    # identical correct answers share it
-    twice = batch_of([[1, 2], [1, 3], [1, 2]], reward=[1.0, 0.0, 1.0])
-    close(rules.edits(torch.zeros(3, 2).double(), twice), [[0, 0.5], [0, -1], [0, 0.5]])
-
-
-def test_nearest_correct_breaks_ties_by_reward_then_ids():
-    assert nearest_correct([1, 2], [([1, 9], 0.8), ([1, 8], 1.0), ([1, 7], 1.0)]) == 2
-    assert nearest_correct([1, 2], [([3, 4], 1.0), ([1, 2], 0.7)]) == 1
-
-
-# -------------------------------------------------------------------------------------------------------------------------------- by hand
 def test_negative_token_filter_by_hand():
     # ceil(0.1 * 11) = 2 of the failed rollout's tokens stay: the two rarest, the earlier of a tie. The correct one is untouched.
     logp = [-1.0, -5.0, -2.0, -0.1, -5.0, -5.0, -1.0, -1.0, -1.0, -1.0, -1.0]
@@ -347,7 +220,6 @@ def test_kl_estimators_near_zero_agree():
     torch.testing.assert_close(gap, kl_estimator("k2")(logp, logp + 1e-6), rtol=1e-3, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ the random draw
 def many_candidates():
     """60 rollouts of one token; the rewarded half is confident, so its 30 tokens lie in the band."""
     batch = batch_of([[i] for i in range(60)], sampler_logp=[[-0.01 if i < 30 else -5.0] for i in range(60)])
@@ -379,294 +251,6 @@ def test_covariance_drops_at_least_one_and_none_outside_the_band():
     assert (float(report["dropped"]), float(report["band_frac"])) == (1.0, 1.0)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- special cases
-NEUTRAL = [
-    rules.uniform,
-    rules.negative_token_filter(fraction=1),
-    rules.top_entropy(fraction=1.0),
-    rules.conflict(positive=1.0, negative=1.0),
-    rules.probability_scaled(alpha=0.0),
-    rules.ktae(top=0.0),
-    rules.spurious(max_prob=0.0),
-    rules.spurious(entropy_quantile=0.0),
-    rules.covariance(low=1e9, high=1e10),
-    rules.focal(gamma=0.0),
-    rules.kl_penalty(coef=0.0),
-    rules.keep_mass(rule=rules.uniform),
-    rules.keep_mass(rule=rules.uniform, per_side=True),
-    rules.only_positive(rule=rules.uniform),
-    rules.only_negative(rule=rules.uniform),
-    rules.chain(rules=()),
-]
-
-
-@laws
-@given(data=credited_batches())
-def test_neutral_parameters_change_no_bit(data):
-    batch, credit_NT = data
-    for rule in NEUTRAL:
-        equal(rule(credit_NT, batch), credit_NT, name_of(rule), tolerance=0)
-
-
-def test_a_constant_group_learns_nothing_from_edits_and_ktae():
-    batch = batch_of([[1, 2], [1, 3]], reward=[1.0, 1.0])
-    credit_NT = spread([0.5, -0.5], batch)
-    assert torch.equal(rules.edits(credit_NT, batch), torch.zeros(2, 2, dtype=torch.float64))
-    assert torch.equal(rules.ktae(credit_NT, batch), credit_NT)
-
-
-# ------------------------------------------------------------------------------------------------------------------------------------ laws
-EVERY_RULE = [
-    rules.uniform,
-    rules.negative_token_filter(fraction=0.4),
-    rules.edits(),
-    rules.edits(first_edits=1, serving="mean"),
-    rules.top_entropy(fraction=0.4),
-    rules.conflict(),
-    rules.probability_scaled(),
-    rules.ktae(),
-    rules.shared_prefix,
-    rules.spurious(max_prob=0.4),
-    rules.covariance(fraction=0.2, low=0.1234567),
-    rules.focal(gamma=1.0),
-    rules.kl_penalty(estimator="k3", coef=0.1),
-    rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
-    rules.keep_mass(rule=rules.conflict(), per_side=True),
-    rules.only_positive(rule=rules.ktae()),
-    rules.only_negative(rule=rules.negative_token_filter(fraction=0.4)),
-    rules.chain(rules=(rules.conflict(), rules.covariance(fraction=0.2, low=0.1234567), rules.spurious(max_prob=0.4))),
-]
-
-
-def run(rule, credit_NT, batch, reduce=LOCAL):
-    return call(rule, credit_NT, batch, reduce=reduce, generator=seeded(0, 0, "test"))
-
-
-def widened(batch, extra):
-    """Two more columns of padding with rubbish in them."""
-
-    def wide(column, rubbish):
-        return torch.cat([column, torch.full((column.shape[0], extra), rubbish, dtype=column.dtype)], dim=1)
-
-    floats = {
-        name: wide(getattr(batch, name), math.nan) for name in ("sampler_logp_NT", "entropy_NT", "ref_logp_NT", "trainer_logp_NT")
-    }
-    return batch.replace(token_ids_NT=wide(batch.token_ids_NT, 77), mask_NT=wide(batch.mask_NT, False), **floats)
-
-
-@laws
-@given(data=credited_batches())
-def test_padding_changes_nothing_and_stays_zero(data):
-    batch, credit_NT = data
-    wide_credit_NT, wide_batch = torch.cat([credit_NT, torch.zeros(len(credit_NT), 2, dtype=torch.float64)], 1), widened(batch, 2)
-    for rule in EVERY_RULE:
-        found_NT, wide_NT = run(rule, credit_NT, batch), run(rule, wide_credit_NT, wide_batch)
-        equal(wide_NT[:, :-2], found_NT, name_of(rule))
-        equal(wide_NT[~wide_batch.mask_NT], torch.zeros_like(wide_NT[~wide_batch.mask_NT]), name_of(rule), tolerance=0)
-
-
-@laws
-@given(data=credited_batches(), shuffle=st.randoms())
-def test_permuting_rollouts_permutes_the_credit(data, shuffle):
-    batch, credit_NT = data
-    order = list(range(batch.num_rollouts))
-    shuffle.shuffle(order)
-    row_R = torch.tensor(order)
-    for rule in EVERY_RULE:
-        equal(run(rule, credit_NT[row_R], batch.select(row_R)), run(rule, credit_NT, batch)[row_R], name_of(rule))
-
-
-@laws
-@given(data=credited_batches())
-def test_inputs_stay_and_the_dtype_is_kept(data):
-    batch, credit_NT = data
-    before, columns = credit_NT.clone(), {name: getattr(batch, name).clone() for name in ("token_ids_NT", "sampler_logp_NT", "entropy_NT")}
-    for rule in EVERY_RULE:
-        assert run(rule, credit_NT, batch).dtype == torch.float64, name_of(rule)
-        assert run(rule, credit_NT.float(), batch).dtype == torch.float32, name_of(rule)
-        assert torch.equal(credit_NT, before), name_of(rule)
-        assert all(torch.equal(getattr(batch, name), column) for name, column in columns.items()), name_of(rule)
-
-
-def on_two_ranks(rule, credit_NT, batch, cut):
-    """The rule on two halves of the batch, in two threads that exchange through the hook as ranks do."""
-    barrier, box, out = threading.Barrier(2, timeout=30), [None, None], [None, None]
-
-    def exchange(rank, value):
-        box[rank] = value
-        barrier.wait()
-        parts = list(box)
-        barrier.wait()
-        return parts
-
-    def work(rank):
-        row_R = (cut if rank else ~cut).nonzero().flatten()
-        hook = Reduce(sum=lambda v: sum(exchange(rank, v)), cat=lambda v: torch.cat(exchange(rank, v)))
-        out[rank] = run(rule, credit_NT[row_R], batch.select(row_R), hook)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return out
-
-
-@settings(laws, max_examples=20)
-@given(data=credited_batches(max_groups=4))
-def test_two_ranks_give_the_credit_of_one(data):
-    batch, credit_NT = data
-    cut_N = batch.group_N == batch.group_N.min()
-    assume(not bool(cut_N.all()))
-    for rule in EVERY_RULE:
-        whole_NT = run(rule, credit_NT, batch)
-        first_NT, second_NT = on_two_ranks(rule, credit_NT, batch, cut_N)
-        equal(first_NT, whole_NT[~cut_N], name_of(rule))
-        equal(second_NT, whole_NT[cut_N], name_of(rule))
-
-
-KEEPS_SIGN = (
-    "uniform",
-    "negative_token_filter",
-    "top_entropy",
-    "conflict",
-    "probability_scaled",
-    "shared_prefix",
-    "spurious",
-    "covariance",
-    "focal",
-)
-
-
-@laws
-@given(data=credited_batches())
-def test_declared_signs_are_kept(data):
-    batch, credit_NT = data
-    for name in KEEPS_SIGN:
-        found_NT = run(rules.RULES[name], credit_NT, batch)
-        assert bool((found_NT * credit_NT >= 0).all()), name
-        assert not found_NT[credit_NT == 0].any(), name
-
-
-# ------------------------------------------------------------------------------------------------------------------------------ combinators
-@laws
-@given(data=credited_batches(), fraction=st.sampled_from([0.1, 0.5, 0.9]))
-def test_keep_mass_keeps_the_mass(data, fraction):
-    batch, credit_NT = data
-    inner = rules.negative_token_filter(fraction=fraction)
-    found_NT = rules.keep_mass(rule=inner)(credit_NT, batch)
-    torch.testing.assert_close(found_NT.abs().sum(), credit_NT.abs().sum(), rtol=1e-12, atol=1e-12)
-    sides_NT = rules.keep_mass(rule=inner, per_side=True)(credit_NT, batch)
-    for side in (1, -1):
-        torch.testing.assert_close(
-            (side * sides_NT).clamp(min=0).sum(), (side * credit_NT).clamp(min=0).sum(), rtol=1e-12, atol=1e-12
-        )
-
-
-def test_keep_mass_of_nothing_is_nothing():
-    batch = batch_of([[1, 2]], reward=[1.0])
-    assert rules.keep_mass(rule=rules.edits())(spread([1.0], batch), batch).tolist() == [[0.0, 0.0]]
-
-
-def test_only_one_side_by_hand():
-    batch = batch_of([[1, 2], [3, 4]], entropy=[[0.0, 2.0], [0.0, 2.0]])
-    credit_NT = spread([1.0, -1.0], batch)
-    close(rules.only_positive(rule=rules.top_entropy(fraction=0.5))(credit_NT, batch), [[0, 1], [-1, -1]])
-    close(rules.only_negative(rule=rules.top_entropy(fraction=0.5))(credit_NT, batch), [[1, 1], [0, -1]])
-
-
-def test_chain_equals_its_rules_in_turn():
-    batch = batch_of([[1, 2], [1, 3]], sampler_logp=[[-1.0, -2.0], [-1.0, -0.1]])
-    credit_NT = spread([1.0, -1.0], batch)
-    parts = (rules.conflict(), rules.probability_scaled(alpha=0.5), rules.negative_token_filter(fraction=0.5))
-    expected_NT = functools.reduce(lambda value_NT, rule: rule(value_NT, batch), parts, credit_NT)
-    assert torch.equal(rules.chain(rules=parts)(credit_NT, batch), expected_NT)
-
-
-def test_needs_reach_through_combinators():
-    assert needs_of(rules.top_entropy()) == {"entropy_NT"}
-    assert needs_of(rules.keep_mass(rule=rules.only_positive(rule=rules.spurious()))) == {"entropy_NT"}
-    assert needs_of(rules.chain(rules=(rules.kl_penalty(), rules.keep_mass(rule=rules.top_entropy())))) == {
-        "entropy_NT",
-        "ref_logp_NT",
-    }
-    assert needs_of(rules.chain(rules=(rules.conflict, rules.focal()))) == frozenset()
-
-
-def test_a_nested_rule_still_reports():
-    batch = batch_of([[1, 2]], sampler_logp=[[-1.0, -2.0]])
-    outer = rules.keep_mass(rule=rules.negative_token_filter(fraction=0.5))
-    credit_NT = spread([-1.0], batch)
-    report = call(base(outer).report, credit_NT, outer(credit_NT, batch), batch, reduce=LOCAL, **bound(outer))
-    assert float(report["negative_kept_frac"]) == 0.5
-
-
-# ------------------------------------------------------------------------------------------------------------------------------- the table
-def test_the_table_binds_builds_and_pickles():
-    batch = batch_of([[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2)
-    credit_NT = spread([1.0, -1.0], batch)
-    for name in set(rules.RULES) - {"delta", "chain", "keep_mass", "only_positive", "only_negative"}:
-        rule = build("credit rule", rules.RULES, {"name": name})
-        assert torch.equal(run(pickle.loads(pickle.dumps(rule)), credit_NT, batch), run(rules.RULES[name], credit_NT, batch))
-    nested = build("credit rule", rules.RULES, {"name": "keep_mass", "rule": {"name": "top_entropy", "fraction": 0.5}})
-    assert bound(bound(nested)["rule"]) == {"fraction": 0.5}
-
-
-BAD = [
-    (rules.negative_token_filter, {"fraction": 0.0}, "fraction must be in (0, 1], got 0.0"),
-    (rules.negative_token_filter, {"fraction": "0.1"}, "fraction must be in (0, 1], got '0.1'"),
-    (rules.top_entropy, {"fraction": 3}, "top_entropy: fraction must be in (0, 1], got 3"),
-    (rules.top_entropy, {"fraction": math.nan}, "got nan"),
-    (rules.conflict, {"positive": -1.0}, "conflict: positive must be in [0, inf]"),
-    (rules.conflict, {"runs": "left"}, "runs must be one of start, end, both, got 'left'"),
-    (rules.probability_scaled, {"alpha": 1.5}, "alpha must be in [0, 1], got 1.5"),
-    (rules.ktae, {"fisher_weight": 0.0, "gain_weight": 0.0}, "both 0"),
-    (rules.ktae, {"top": -1.0}, "ktae: top must be in [0, inf]"),
-    (rules.spurious, {"max_prob": 2.0}, "max_prob must be in [0, 1]"),
-    (rules.spurious, {"entropy_quantile": -0.1}, "entropy_quantile must be in [0, 1]"),
-    (rules.spurious, {"quantile_over": "group"}, "quantile_over must be one of rare, batch"),
-    (rules.spurious, {"renormalise": True}, "renormalise must be one of tokens, mass, none, got True"),
-    (rules.covariance, {"fraction": 0}, "covariance: fraction must be in (0, 1]"),
-    (rules.covariance, {"low": 5.0, "high": 1.0}, "low must be below high"),
-    (rules.focal, {"gamma": -1.0}, "focal: gamma must be in [0, inf]"),
-    (rules.kl_penalty, {"coef": -0.1}, "kl_penalty: coef must be in [0, inf]"),
-    (rules.kl_penalty, {"estimator": "k4"}, "unknown KL estimator 'k4'"),
-    (rules.edits, {"first_edits": 0}, "first_edits must be a whole number >= 1"),
-    (rules.edits, {"serving": "max"}, "serving must be one of sum, mean"),
-    (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
-    (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),
-    (rules.chain, {"rules": rules.uniform}, "rules must be a tuple"),
-    (rules.chain, {"rules": ("uniform",)}, "chain: rule must be a credit rule"),
-]
-
-
-@pytest.mark.parametrize(("rule", "params", "message"), BAD, ids=lambda value: getattr(value, "__name__", None))
-def test_bad_parameters_say_what_is_wrong(rule, params, message):
-    batch = batch_of([[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2)
-    with pytest.raises(ValueError) as error:
-        rule(spread([1.0, -1.0], batch), batch, **params)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("rule", [rules.top_entropy, rules.spurious, rules.kl_penalty])
-def test_a_missing_column_is_named(rule):
-    batch = batch_of([[1]])
-    with pytest.raises(ValueError, match=r"has no column '(entropy|ref_logp)_NT'. Measure it:"):
-        rule(spread([1.0], batch), batch)
-
-
-def test_prefix_nodes_refuse_a_gap():
-    with pytest.raises(ValueError, match="gap before a response token"):
-        prefix_nodes(torch.ones(1, 3, dtype=torch.long), torch.tensor([[True, False, True]]), torch.tensor([0]))
-
-
-def test_pair_index_of_nothing_and_of_negative_ids():
-    assert pair_index(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))[1] == 0
-    index, count = pair_index(torch.tensor([0, 0, 1, 0]), torch.tensor([-100, 5, -100, -100]))
-    assert (index.tolist(), count) == ([0, 1, 2, 0], 3)
-
-
-# ------------------------------------------------------------------------------------------------------------------------------------ hosts
 @pytest.mark.parametrize("level", [0.0, 0.3, 0.8, 1.0])
 def test_pooled_quantile_equals_torch(level):
     value_NT = torch.rand(7, 11, dtype=torch.float64, generator=seeded(0, 0, "q"))

@@ -486,3 +486,25 @@ def test_logged_numbers_of_one_side_and_of_none():
         report = base(delta).report(one_sided_NT, delta(one_sided_NT, batch), batch)
         assert "centroid_distance" not in report
         assert (report["inflation"], report["weight_min"], report["weight_max"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_weights_do_not_depend_on_the_scale_or_the_sign_of_the_credit(proxy):
+    """Centroids are means, and the two sides are treated alike."""
+    batch, credit_NT = example()
+    expected_NT = delta_weight(credit_NT, batch, proxy=proxy)
+    for factor in (3.0, -1.0):
+        torch.testing.assert_close(delta_weight(factor * credit_NT, batch, proxy=proxy), expected_NT, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_mixed_dtypes_are_computed_in_the_widest(proxy):
+    batch, credit_NT = example()
+    narrow, narrow_NT = example(dtype=torch.float32)
+    expected_NT = delta_weight(credit_NT, batch, proxy=proxy)
+    from_narrow_credit_NT = delta_weight(narrow_NT, batch, proxy=proxy)
+    assert from_narrow_credit_NT.dtype == torch.float32
+    torch.testing.assert_close(from_narrow_credit_NT, expected_NT.float(), rtol=1e-6, atol=0)
+    from_narrow_columns_NT = delta_weight(credit_NT, narrow, proxy=proxy)
+    assert from_narrow_columns_NT.dtype == torch.float64
+    torch.testing.assert_close(from_narrow_columns_NT, expected_NT, rtol=2e-6, atol=0)

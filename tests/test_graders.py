@@ -108,8 +108,8 @@ def test_trusted_tasks_run_here_and_their_faults_are_counted_too():
 def test_a_task_the_worker_cannot_load_is_one_error(user_task, tmp_path, monkeypatch):
     grade(user_task, pairs("right"))
     (tmp_path / "user_rewards.py").unlink()
+    POOL.close()
     with pytest.raises(ValueError, match="cannot load the task: ModuleNotFoundError: No module named 'user_rewards'"):
-        POOL.close()
         grade(user_task, pairs("right"))
 
 

@@ -129,7 +129,9 @@ def test_jsonl_reads_and_cuts_answers(tmp_path):
     assert (prompt.text, prompt.answer) == ("Q: Seven red and two green. How many? A:", "9")
     assert asdiv.reward(prompt, "There are 7 + 2 = 9 apples, so the answer is 9.") == 1.0
     assert asdiv.reward(prompt, "There are 7 + 2 = 10 apples.") == 0.0
-    year = Jsonl(write(tmp_path / "b.jsonl", [{"question": "?", "answer": "in 1999, maybe"}]), answer_regex=r"in (\d+)", test_frac=0)
+    year = Jsonl(
+        write(tmp_path / "b.jsonl", [{"question": "?", "answer": "in 1999, maybe"}]), answer_regex=r"in (\d+)", test_frac=0
+    )
     assert next(year.prompts("train", 0)).answer == "1999"
 
 
@@ -298,7 +300,7 @@ def test_tabular_contexts_are_trie_nodes_and_forward_agrees():
     assert logp_NT.sum(1).exp().sum().item() == pytest.approx(1.0)
     logits = policy(torch.cat([prompt_N[:, None] + 2, strings_ML], 1)).logits
     assert torch.equal(logits.log_softmax(-1).gather(2, strings_ML[:, :, None])[:, :, 0], logp_NT)
-    assert torch.equal(policy(torch.tensor([[3, 1]])).logits, policy.logits[[[7, 9]]])
+    assert torch.equal(policy(torch.tensor([[3, 1]])).logits, policy.logits[torch.tensor([[7, 9]])])
 
 
 def test_tabular_samples_follow_the_table():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
 def _binary_entropy(part: Tensor, whole: Tensor) -> Tensor:
     """Entropy in bits of a coin with probability part/whole; 0 where whole is 0."""
     p = part / whole.clamp(min=1)
-    return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)) / torch.log(torch.tensor(2.0, dtype=p.dtype))
+    return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)) / math.log(2)
 
 
 def _deduplicated(tables: Tables) -> tuple[Tables, Tensor]:
@@ -162,21 +163,33 @@ def ktae(
     tensor([[ 0.5000,  0.8737],
             [-0.5000, -0.8737]])
     """
-    for key, value in {"fisher_weight": fisher_weight, "gain_weight": gain_weight, "frequency_weight": frequency_weight, "top": top}.items():
+    for key, value in {
+        "fisher_weight": fisher_weight,
+        "gain_weight": gain_weight,
+        "frequency_weight": frequency_weight,
+        "top": top,
+    }.items():
         check_number("ktae", key, value, 0, float("inf"))
     if fisher_weight + gain_weight == 0:
-        raise ValueError("ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one of them a weight > 0")
+        raise ValueError(
+            "ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one of them a weight > 0"
+        )
     is_right_N, by = batch.reward_N > threshold, groups(batch.group_N)
     types = _types(batch, is_right_N, by)
     tables, table_K = _deduplicated(types.tables)
     p_U = fisher_exact(tables)
     closeness_U = torch.where(p_U > 1 - 1e-9, 0, torch.exp(-2 * p_U))
     strength_U = (fisher_weight * closeness_U + gain_weight * information_gain(tables)) / (fisher_weight + gain_weight)
-    share_right_U, share_wrong_U = tables.hit_right / tables.all_right.clamp(min=1), tables.hit_wrong / tables.all_wrong.clamp(min=1)
+    share_right_U, share_wrong_U = (
+        tables.hit_right / tables.all_right.clamp(min=1),
+        tables.hit_wrong / tables.all_wrong.clamp(min=1),
+    )
     direction_K = (share_right_U.sqrt().asin() - share_wrong_U.sqrt().asin())[table_K]
     if frequency_weight:
         length_N = batch.length_N.double()
-        direction_K = direction_K + frequency_weight * _frequency(types, by.sum(length_N * is_right_N), by.sum(length_N * ~is_right_N))
+        direction_K = direction_K + frequency_weight * _frequency(
+            types, by.sum(length_N * is_right_N), by.sum(length_N * ~is_right_N)
+        )
     value_K = 2 * top * (torch.sigmoid(strength_U[table_K] * direction_K) - 0.5)
     is_mixed_K = (types.tables.all_right > 0) & (types.tables.all_wrong > 0)
     added_NT = torch.zeros_like(credit_NT)

@@ -52,6 +52,7 @@ def _columns(*, proxy: str, score: str, select: str | None, **_: Any) -> frozens
     return frozenset() if "random" in (score, select) else PROXY_COLUMNS.get(proxy, frozenset())
 
 
+@torch.no_grad()
 def _report(
     before_NT: Tensor,
     after_NT: Tensor,

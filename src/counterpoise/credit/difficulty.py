@@ -13,7 +13,9 @@ from counterpoise.types import TokenBatch
 
 def _solve_rates(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, reduce: Reduce = LOCAL) -> dict:
     is_solved_N = (batch.reward_N > threshold).to(before_NT.dtype)
-    return {"solve_rate": reduce.sum(is_solved_N.sum()) / reduce.sum(torch.tensor(float(len(is_solved_N)), device=before_NT.device))}
+    return {
+        "solve_rate": reduce.sum(is_solved_N.sum()) / reduce.sum(torch.tensor(float(len(is_solved_N)), device=before_NT.device))
+    }
 
 
 @bindable

@@ -103,7 +103,9 @@ def _group_credit(answers: list[_Answer], threshold: float, first_edits: int | N
     return out
 
 
-def _pairs(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, reduce: Reduce = LOCAL) -> dict[str, Tensor]:
+def _pairs(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
     by, is_right_N = groups(batch.group_N), batch.reward_N > threshold
     right_P = by.sum(is_right_N.long())
     is_mixed_P = (right_P > 0) & (right_P < by.size_P)

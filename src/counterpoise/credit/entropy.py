@@ -29,7 +29,9 @@ def pooled_quantile(value_NT: Tensor, mask_NT: Tensor, level: float, reduce: Red
     return torch.lerp(value_M[math.floor(rank)], value_M[math.ceil(rank)], rank - math.floor(rank))
 
 
-def _threshold(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL) -> dict[str, Tensor]:
+def _threshold(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
     return {"threshold": pooled_quantile(batch.column("entropy_NT"), batch.mask_NT, 1 - fraction, reduce)}
 
 

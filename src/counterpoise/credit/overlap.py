@@ -53,7 +53,9 @@ def _unbroken(flag_NT: Tensor) -> Tensor:
     return flag_NT.to(torch.uint8).cummin(dim=1).values.bool()
 
 
-def _conflicts(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, runs: str = "both", reduce: Reduce = LOCAL) -> dict[str, Tensor]:
+def _conflicts(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, runs: str = "both", reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
     is_conflict_NT = conflict_tokens(before_NT, batch, runs=runs).to(before_NT.dtype)
     return {
         "conflict_frac_positive": masked_mean(is_conflict_NT, before_NT > 0, reduce),

@@ -38,7 +38,9 @@ def probability_scaled(credit_NT: Tensor, batch: TokenBatch, *, alpha: float = 0
     return torch.where(batch.mask_NT, credit_NT * factor_NT.to(credit_NT.dtype), 0)
 
 
-def _dropped(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, low: float = 1.0, high: float = 5.0, reduce: Reduce = LOCAL) -> dict:
+def _dropped(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, low: float = 1.0, high: float = 5.0, reduce: Reduce = LOCAL
+) -> dict:
     covariance_NT = token_covariance(batch.sampler_logp_NT, before_NT, batch.mask_NT, reduce)
     return {
         "band_frac": masked_mean(((covariance_NT > low) & (covariance_NT < high)).to(before_NT.dtype), batch.mask_NT, reduce),

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from counterpoise.ledger.changes import cancellation, change_sign, is_flip
 from counterpoise.ledger.decompose import REST, decompose
-from counterpoise.ledger.head_change import HeadResponse, HeadState, head_change
+from counterpoise.ledger.head_change import HeadChange, HeadResponse, HeadState, head_change
 from counterpoise.ledger.logprobs import Params, Texts, at, of_model
 from counterpoise.ledger.optimizers import Response, response
-from counterpoise.rollouts.backbone import backbone
 from counterpoise.rollouts import measure
+from counterpoise.rollouts.backbone import backbone
 from counterpoise.schema import PART_PREFIX
 from counterpoise.types import Rows, TokenLoss
 
@@ -90,21 +90,10 @@ def account(
 def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> Scores:
     """Log-probs at both parameter settings, in the same forward; a part of the rows twice, in another cut, for the noise floor."""
     again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device))
-    if backbone(model).head is None:
-        needs = {"trainer_logp_NT", "entropy_NT"}
-        first, second = at(model, before, lambda m: _measured(m, texts, needs)), _measured(model, texts, needs)
-        repeat = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
-        floor = _gap(first["trainer_logp_NT"][::NOISE_STRIDE], repeat, again.mask_NT)
-        return Scores(first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None, floor)
-    start = at(model, before, lambda m: _head_state(m, texts))
-    target_M, temperature = texts.token_ids_NT[texts.mask_NT], texts.temperature
-    change = head_change(start, _head_state(model, texts), target_M, temperature=temperature, response=steps)
-    repeat_M = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
-    columns = [None if column is None else _placed(column, texts.mask_NT) for column in change]
-    logp_before_NT, logp_after_NT, entropy_NT, kl_NT, own_NT = columns
-    assert logp_before_NT is not None and logp_after_NT is not None and entropy_NT is not None
-    floor = _gap(logp_before_NT[::NOISE_STRIDE], repeat_M, again.mask_NT)
-    return Scores(logp_before_NT, logp_after_NT, entropy_NT, kl_NT, own_NT, floor)
+    repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
+    change = _change(model, before, texts, steps) if backbone(model).head is not None else _logp_change(model, before, texts)
+    noise_RT = (change.logp_before_M[::NOISE_STRIDE] - repeat_RT).abs()
+    return Scores(*change, noise_floor=float(noise_RT[again.mask_NT].max()))
 
 
 def step_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:
@@ -146,6 +135,26 @@ def head_response(model: Any, steps: Response | None) -> HeadResponse | None:
     return None if weight is None else HeadResponse(weight, bias)
 
 
+def _change(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> HeadChange:
+    """Columns [N, T] from the hidden states of two forwards."""
+    start = at(model, before, lambda m: _head_state(m, texts))
+    target_M = texts.token_ids_NT[texts.mask_NT]
+    change = head_change(start, _head_state(model, texts), target_M, temperature=texts.temperature, response=steps)
+
+    def placed(column: Tensor) -> Tensor:
+        return column.new_zeros(texts.mask_NT.shape).masked_scatter(texts.mask_NT, column)
+
+    kl_NT, own_NT = (None if column is None else placed(column) for column in (change.kl_M, change.own_M))
+    return HeadChange(placed(change.logp_before_M), placed(change.logp_after_M), placed(change.entropy_M), kl_NT, own_NT)
+
+
+def _logp_change(model: Any, before: Params, texts: Texts) -> HeadChange:
+    """The same for a model whose head is not plain: no distributions, so no KL and no own part."""
+    needs = {"trainer_logp_NT", "entropy_NT"}
+    first, second = at(model, before, lambda m: _measured(m, texts, needs)), _measured(model, texts, {"trainer_logp_NT"})
+    return HeadChange(first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None)
+
+
 def _measured(model: nn.Module, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
     rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
     return measure(model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget)
@@ -157,11 +166,3 @@ def _head_state(model: nn.Module, texts: Texts) -> HeadState:
     assert head is not None
     detached = head._replace(weight_VD=head.weight_VD.detach(), bias_V=None if head.bias_V is None else head.bias_V.detach())
     return HeadState(hidden_NTD[texts.mask_NT], detached)
-
-
-def _placed(value_M: Tensor, mask_NT: Tensor) -> Tensor:
-    return value_M.new_zeros(mask_NT.shape).masked_scatter(mask_NT, value_M)
-
-
-def _gap(first_NT: Tensor, second_NT: Tensor, mask_NT: Tensor) -> float:
-    return float((first_NT - second_NT).abs()[mask_NT].max())

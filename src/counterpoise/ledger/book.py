@@ -48,6 +48,9 @@ class Settings(NamedTuple):
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
 
+DEFAULT = Settings()
+
+
 class Book:
     """Holds the columns of a rollout batch while its optimizer steps happen; reads the model and the optimizer and changes neither.
 
@@ -64,7 +67,7 @@ class Book:
         prompt_ids: Sequence[Sequence[int]],
         credit: Credit,
         token_texts: Callable[[list[int]], list[str]],
-        settings: Settings = Settings(),
+        settings: Settings = DEFAULT,
     ) -> None:
         check_axes(settings.axes)
         self.model, self.optimizer, self.batch, self.credit, self.settings = model, optimizer, batch, credit, settings

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from counterpoise.build import nearest
@@ -29,8 +28,14 @@ class Facts(NamedTuple):
     sharing: Sharing
 
     def select(self, row_R: Tensor) -> Facts:
-        columns = [column if name == "category_names" else column[row_R] for name, column in zip(self._fields[:-1], self[:-1])]
-        return Facts(*columns, sharing=Sharing(*(column[row_R] for column in self.sharing)))
+        return Facts(
+            self.mask_NT[row_R],
+            self.advantage_N[row_R],
+            self.sampler_logp_NT[row_R],
+            self.category_NT[row_R],
+            self.category_names,
+            Sharing(*(column[row_R] for column in self.sharing)),
+        )
 
 
 def by_sign(facts: Facts) -> Classes:
@@ -74,6 +79,7 @@ def check_axes(axes: Sequence[str]) -> None:
 def token_classes(axes: Sequence[str], facts: Facts) -> dict[str, Classes]:
     """Axis -> class -> mask of the step's tokens.
 
+    >>> import torch
     >>> nothing = torch.zeros(2, 1)
     >>> one = Sharing(*[nothing.bool()] * 5)
     >>> facts = Facts(torch.ones(2, 1).bool(), torch.tensor([1.0, -1.0]), nothing, nothing.long(), ["other"], one)

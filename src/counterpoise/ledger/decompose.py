@@ -23,7 +23,7 @@ REST = "rest"
 
 
 class Decomposition(NamedTuple):
-    """``predicted_NT`` along the whole step; ``parts["sign"]["positive"]`` of one class; the parts of an axis add up to the predicted change."""
+    """``predicted_NT`` along the whole step, and ``parts["sign"]["positive"]`` of one class; those of an axis add up to it."""
 
     predicted_NT: Tensor
     parts: dict[str, dict[str, Tensor]]

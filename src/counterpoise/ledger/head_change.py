@@ -23,12 +23,12 @@ class HeadState(NamedTuple):
 
 
 class HeadChange(NamedTuple):
-    """``entropy_M`` is before the step; ``kl_M`` is KL(after || before); ``own_M`` is the own part for a coefficient of 1, or None."""
+    """``entropy_M`` is before the step; ``kl_M`` is KL(after || before); ``own_M`` is the own part for a coefficient of 1."""
 
     logp_before_M: Tensor
     logp_after_M: Tensor
     entropy_M: Tensor
-    kl_M: Tensor
+    kl_M: Tensor | None
     own_M: Tensor | None
 
 

@@ -31,10 +31,10 @@ def residual(value_NT: Tensor, nodes: PrefixNodes) -> Tensor:
 def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
     """A_i alpha_i of every token, and what it would be with one cause switched off (or all of them).
 
-    ``no_clip``: cut tokens enter with credit * ratio. ``no_length``: one scale for all tokens, the step's mean. ``no_coupling``: the weight that
-    the loss put on credit is 1 on tokens that were not cut. A weight that depends on the shared token alone (its own ratio) is the same for
-    all rollouts of a node and changes nothing there; what is left is weights of whole rollouts and of signs. ``credit``: all three off.
-    ``advantage``: without credit rules too.
+    ``no_clip``: cut tokens enter with credit * ratio. ``no_length``: one scale for all tokens, the step's mean. ``no_coupling``: the weight
+    that the loss put on credit is 1 on tokens that were not cut. A weight that depends on the shared token alone (its own ratio) is the
+    same for all rollouts of a node and changes nothing there; what is left is weights of whole rollouts and of signs. ``credit``: all
+    three off. ``advantage``: without credit rules too.
     """
     mask_NT = rows.mask_NT
     credit_NT = torch.where(mask_NT, rows.credit_NT, 0)

@@ -86,7 +86,7 @@ def kl_cov(trainer_logp_NT: Tensor, rows: Rows, *, fraction: float = 2e-4, coef:
 
     Args:
         fraction: share of the step's tokens to penalise.
-        coef: strength of the penalty.
+        coef: strength of the penalty; 1 is the default of verl's function, its configuration has 0.1.
 
     Reference: arXiv 2505.22617; the details are those of verl's ``kl_cov``. Departs from verl as ``clip_cov`` does.
     """

@@ -70,10 +70,10 @@ def blank(x: str = "", y: str = "") -> go.Figure:
 def curves(found: Sequence[tuple[str, Curve]], *, y: str = "", x: str = "rollout batch", zero: bool = False, markers: bool = False) -> Drawing:
     """Lines over steps with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
+    for at, (_, curve) in enumerate(found):
+        _add_band(figure, curve.step, curve.low, curve.high, colour(at))
     for at, (label, curve) in enumerate(found):
         line = {"color": colour(at), "dash": dash(at)}
-        if np.isfinite(curve.low).any():
-            _add_band(figure, curve.step, curve.low, curve.high, colour(at))
         if len(curve.runs) > 1 and len(found) == 1:
             for run in curve.runs:
                 _add_line(figure, run.index.to_numpy(), run.to_numpy(), {**line, "width": 0.8}, opacity=0.45)

@@ -55,18 +55,22 @@ class RunFolder:
             self.note(f"{folder}/{file.name} cannot be read ({_first_line(error)}); it is left out.")
             return None
 
-    def columns(self, folder: str, step: int) -> list[str]:
-        """Names of a step's columns; empty if the file is missing or broken. Notes a schema from the future."""
+    def types(self, folder: str, step: int) -> dict[str, pa.DataType]:
+        """Columns of a step and their types; empty if the file is missing or broken. Notes a schema from the future."""
         file = step_files(self.path, folder).get(step)
         if file is None:
-            return []
+            return {}
         try:
             schema = pq.read_schema(file)
         except (pa.ArrowException, OSError) as error:
             self.note(f"{folder}/{file.name} cannot be read ({_first_line(error)}); it is left out.")
-            return []
+            return {}
         self.note_version(f"{folder}/{file.name}", (schema.metadata or {}).get(b"counterpoise_schema"))
-        return list(schema.names)
+        return dict(zip(schema.names, schema.types))
+
+    def columns(self, folder: str, step: int) -> list[str]:
+        """Names of a step's columns."""
+        return list(self.types(folder, step))
 
     def plan(self, step: int) -> dict[str, Any] | None:
         """The plan of a step as the trainer wrote it."""

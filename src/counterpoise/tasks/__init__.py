@@ -86,12 +86,16 @@ def _build(name: str, params: dict[str, Any]) -> Task:
     for key in params:
         if key not in known:
             raise ValueError(f"task {name!r} has no parameter {key!r}. {nearest(key, known)}")
-    missing = [key for key in known if inspect.signature(maker).parameters[key].default is inspect.Parameter.empty and key not in params]
+    missing = [
+        key for key in known if inspect.signature(maker).parameters[key].default is inspect.Parameter.empty and key not in params
+    ]
     if missing:
         raise ValueError(f"task {name!r} needs the parameter {missing[0]!r}.")
     built = maker(**params)
     if not isinstance(built, Task):
-        raise ValueError(f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and reward(prompt, text).")
+        raise ValueError(
+            f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and reward(prompt, text)."
+        )
     return built
 
 

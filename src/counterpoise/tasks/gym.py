@@ -44,7 +44,13 @@ class Gym:
     """
 
     def __init__(
-        self, name: str, *, threshold: float | None = 0.99, instruction: str = INSTRUCTION, num_items: int = NUM_ITEMS, **params: Any
+        self,
+        name: str,
+        *,
+        threshold: float | None = 0.99,
+        instruction: str = INSTRUCTION,
+        num_items: int = NUM_ITEMS,
+        **params: Any,
     ) -> None:
         if "{question}" not in instruction:
             raise ValueError(f"gym: instruction must contain {{question}}, got {instruction!r}.")

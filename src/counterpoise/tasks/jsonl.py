@@ -1,8 +1,8 @@
 """Any maths set in a JSON-lines file, graded by math-verify.
 
-    GSM8K     {path: gsm8k_train.jsonl, test_path: gsm8k_test.jsonl, answer_after: "####"}
-    ASDiv     {path: asdiv.jsonl, question: [body, question], answer_regex: "[^(]+"}
-    MATH-500  {path: math500.jsonl, question: problem}
+GSM8K     {path: gsm8k_train.jsonl, test_path: gsm8k_test.jsonl, answer_after: "####"}
+ASDiv     {path: asdiv.jsonl, question: [body, question], answer_regex: "[^(]+"}
+MATH-500  {path: math500.jsonl, question: problem}
 """
 
 from __future__ import annotations

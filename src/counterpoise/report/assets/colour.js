@@ -1,0 +1,74 @@
+// Numbers to colour classes: diverging around 0, sequential, or one colour a category.
+
+import { element, number, visible } from "./text.js";
+
+export const LABELS = {
+  advantages: "credit", weights: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
+  predicted: "predicted change", own: "predicted: own part", coupling: "predicted: coupling", cancellation: "cancellation",
+  entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", importance_ratio: "importance ratio",
+  inference_logprobs: "log-prob, sampler", trainer_logprobs: "log-prob before", trainer_logprobs_after: "log-prob after", token_ids: "token id",
+  is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", optimizer_step: "optimizer step",
+  node_positive: "shared by positives", node_negative: "shared by negatives",
+};
+const FIRST = ["advantages", "delta", "own", "coupling", "predicted", "entropy", "confidence", "cancellation", "category", "weights", "change"];
+
+export function label(name) {
+  return LABELS[name] ?? (name.startsWith("part_") ? `part: ${name.slice(5).replaceAll("_", " ")}` : name.replaceAll("_", " "));
+}
+
+// columns that can be coloured, the most asked for first
+export function colourable(columns) {
+  const rank = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
+  return columns.filter((c) => c.kind !== "none").sort((a, b) => rank(a.name) - rank(b.name));
+}
+
+export function painter(scale, values) {
+  if (!scale || !values) return () => "";
+  if (scale.kind === "category") return (i) => (values[i] < 0 ? "" : `c-${values[i] % 8}`);
+  if (scale.kind === "diverging") {
+    return (i) => {
+      const value = values[i];
+      if (Number.isNaN(value)) return "";
+      const level = scale.limit > 0 ? Math.min(10, Math.ceil((Math.abs(value) / scale.limit) * 10 - 1e-9)) : 0;
+      return level === 0 ? "d-0" : value > 0 ? `d-p${level}` : `d-n${level}`;
+    };
+  }
+  const width = scale.high - scale.low;
+  return (i) => {
+    const value = values[i];
+    if (Number.isNaN(value)) return "";
+    return `s-${width > 0 ? Math.max(0, Math.min(10, Math.round(((value - scale.low) / width) * 10))) : 5}`;
+  };
+}
+
+export function drawLegend(place, scale, description) {
+  place.replaceChildren();
+  if (!scale) return;
+  const name = element("span", "name", label(scale.name));
+  name.title = description ?? "";
+  place.append(name);
+  if (scale.kind === "category") {
+    scale.words.forEach((word, at) => place.append(element("span", `chip c-${at % 8}`, visible(word))));
+  } else {
+    const isDiverging = scale.kind === "diverging";
+    const classes = isDiverging
+      ? [...range(10, 1).map((k) => `d-n${k}`), "d-0", ...range(1, 10).map((k) => `d-p${k}`)]
+      : range(0, 10).map((k) => `s-${k}`);
+    const ramp = element("span", "ramp");
+    ramp.append(...classes.map((css) => element("span", css)));
+    ramp.title = "Colours end at the 98th percentile of the batch; numbers beyond it look alike.";
+    place.append(element("span", "end", number(isDiverging ? -scale.limit : scale.low)), ramp, element("span", "end", number(isDiverging ? scale.limit : scale.high)));
+  }
+  const both = element("span", "mark", "shared by both signs");
+  both.prepend(element("span", "t both", "ab"));
+  const one = element("span", "mark", "by one sign");
+  one.prepend(element("span", "t one", "ab"));
+  const flip = element("span", "mark", "flip");
+  flip.prepend(element("span", "t flip", "ab"));
+  place.append(element("span", "spring"), both, one, flip);
+}
+
+function range(from, to) {
+  const step = from <= to ? 1 : -1;
+  return Array.from({ length: Math.abs(to - from) + 1 }, (_, k) => from + k * step);
+}
