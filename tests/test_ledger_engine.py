@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference_ledger import clean_gpt2, token_gradients
+from tiny_models import tiny
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -261,3 +262,22 @@ def test_attention_without_forward_mode_is_switched_and_restored():
     found_CNT = change_along(of_model(model, texts()), trainable(model), direction_C)
     assert model.config._attn_implementation == "opaque"
     torch.testing.assert_close(found_CNT, expected_CNT, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "cohere", "phi", "gpt2"])
+def test_forward_mode_of_other_architectures(name):
+    """Several of them keep a norm or angles in float32, so differences are taken over a wider step; batched and single passes agree closely."""
+    model = tiny(name, dtype=torch.float64)
+    params = trainable(model)
+    torch.manual_seed(1)
+    direction_C = {key: torch.randn(2, *p.shape, dtype=p.dtype) for key, p in params.items()}
+    logprobs = of_model(model, texts(temperature=0.7))
+    change_CNT = change_along(logprobs, params, direction_C)
+    torch.testing.assert_close(change_CNT, change_along(logprobs, params, direction_C, is_batched=False), rtol=1e-5, atol=1e-5)
+
+    def logp(s: float) -> torch.Tensor:
+        moved = {key: p + s * direction_C[key][1] for key, p in params.items()}
+        return at(model, moved, lambda m: token_logp(m, PROMPTS, IDS_NT, MASK_NT, temperature=0.7)).detach()
+
+    slope_NT = (logp(1e-3) - logp(-1e-3)) / 2e-3
+    assert (change_CNT[1] - slope_NT)[MASK_NT].norm() < 2e-3 * slope_NT[MASK_NT].norm()

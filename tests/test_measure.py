@@ -120,6 +120,7 @@ def test_measure_runs_without_dropout_and_without_a_graph():
 def test_gradient_equals_the_naive_gradient(name, fused):
     changes = {"tie_word_embeddings": True} if name == "tied" else {}
     model = tiny("llama" if name == "tied" else name, dtype=torch.float64, **changes)
+    atol = 1e-6 if name in ("cohere", "gemma2") else 1e-10  # their norms sum the gradient of their weight in float32
     coef_NT, bonus_NT = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logp_NT, entropy_NT = naive(model, 0.7)
     expected = grads(model, (coef_NT * logp_NT + bonus_NT * entropy_NT).sum())
@@ -127,10 +128,10 @@ def test_gradient_equals_the_naive_gradient(name, fused):
     torch.testing.assert_close(out.logp_NT, logp_NT, **CLOSE)
     torch.testing.assert_close(out.entropy_NT, entropy_NT, **CLOSE)
     got = grads(model, (coef_NT * out.logp_NT + bonus_NT * out.entropy_NT).sum())
-    assert all(torch.allclose(got[key], expected[key], atol=1e-10) for key in expected)
+    assert all(torch.allclose(got[key], expected[key], atol=atol) for key in expected)
     logp_only = grads(model, (coef_NT * token_logp(model, *ROWS, temperature=0.7, chunk=2, fused=fused)).sum())
     expected = grads(model, (coef_NT * naive(model, 0.7)[0]).sum())
-    assert all(torch.allclose(logp_only[key], expected[key], atol=1e-10) for key in expected)
+    assert all(torch.allclose(logp_only[key], expected[key], atol=atol) for key in expected)
 
 
 def test_head_gradients_pass_gradcheck():
@@ -154,6 +155,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 def test_logits_are_never_whole_in_memory():
     model = tiny(vocab_size=97)
+    assert backbone(model).head is not None  # the check of the head, three tokens, is done before the watch begins
     with LargestLogits(97) as seen:
         token_logp(model, *ROWS, chunk=2, with_entropy=True).logp_NT.sum().backward()
         measure(model, *ROWS, {"entropy_NT", "topk_ids_NTK"}, chunk=2)

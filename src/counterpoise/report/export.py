@@ -48,7 +48,7 @@ def page(embedded: dict[str, Any]) -> str:
     html = asset("viewer.html")
     html = html.replace('<link rel="stylesheet" href="assets/tokens.css">\n', "")
     html = html.replace('<link rel="stylesheet" href="assets/viewer.css">', f"<style>{style}</style>")
-    html = html.replace("<meta charset", f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n<meta charset')
+    html = html.replace("<meta name=\"viewport", f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}\">\n<meta name=\"viewport")
     data = json.dumps(embedded, allow_nan=False).replace("<", "\\u003c")
     scripts = f'<script type="application/json" id="embedded">{data}</script>\n<script type="module">{script}</script>'
     return html.replace('<script type="module" src="assets/viewer.js"></script>', scripts)

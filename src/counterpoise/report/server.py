@@ -105,6 +105,7 @@ def free_socket(port: int = 0) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((HOST, port))
+        found.listen(128)  # from now on a browser that comes early waits instead of being turned away
     except OSError as error:
         found.close()
         raise ValueError(f"view: port {port} cannot be used ({error.strerror}). Leave --port out to take a free one.") from None

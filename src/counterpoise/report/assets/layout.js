@@ -1,7 +1,7 @@
 // Where tokens stand. Widths are cells of a fixed-width font, so that no text has to be drawn to be measured.
 
 export const LINE = 22;
-export const HEAD = 40;
+export const HEAD = 34;
 export const GAP = 18;
 
 // First token of every line of a rollout, and the end. A token with a line break ends its line; a long one stands alone.

@@ -33,6 +33,14 @@ export function number(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : value.toPrecision(4);
 }
 
+// few digits, for narrow tables
+export function compact(value) {
+  if (!Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  const text = size !== 0 && (size < 1e-2 || size >= 1e4) ? value.toExponential(1) : value.toPrecision(3);
+  return value > 0 ? `+${text}` : text;
+}
+
 export function signed(value) {
   return Number.isFinite(value) && value > 0 ? `+${number(value)}` : number(value);
 }

@@ -1,0 +1,76 @@
+"""``counterpoise compare``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from counterpoise.report.compare import Comparison
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; runs that differ by the seed alone are one method.")],
+    metric: Annotated[str, typer.Option(help="What to compare by: eval/accuracy or a key of metrics.jsonl.")] = "eval/accuracy",
+    baseline: Annotated[str | None, typer.Option(help="The method to hold others against; the first one by default.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="For batches and tokens to it; the baseline's final mean by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; report/index.html beside the runs by default.")] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Write the page as well.")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Methods against each other over seeds: final, best, how soon, and whether a difference is more than noise.
+
+    Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
+    """
+    from counterpoise.report.compare import as_json, comparison
+    from counterpoise.report.folder import open_run
+    from counterpoise.report.groups import grouped
+    from counterpoise.report.page import write_report
+    from counterpoise.report.text import visible
+
+    settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
+    found = comparison(grouped([open_run(path) for path in runs]), **settings)
+    path = write_report(runs, out, **settings)[0] if page else None
+    if json_:
+        print(json.dumps(as_json(found) | {"page": str(path) if path else None}))
+        return
+    from rich.console import Console
+
+    Console().print(_table(found))
+    for note in found.notes:
+        print(visible(note))
+    if path:
+        print(f"Open {visible(path)}")
+
+
+def _table(found: Comparison) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from counterpoise.report.text import number, visible, with_interval
+
+    at = number(found.threshold)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    columns = {"method": "left", "seeds": "right", "final": "right", "best": "right", "difference": "right", "verdict": "left"}
+    for name, side in {**columns, f"batches to {at}": "right", f"tokens to {at}": "right"}.items():
+        table.add_column(name, justify=side)  # pyright: ignore[reportArgumentType]
+    for line in found.lines:
+        reach = "" if line.reach.reached == line.reach.total else f" ({line.reach.reached} of {line.reach.total})"
+        cells = [
+            line.label,
+            str(line.seeds),
+            with_interval(*line.final),
+            number(line.best.mean),
+            with_interval(*line.against.difference) if line.against else "–",
+            line.verdict,
+            number(line.reach.steps.mean) + reach,
+            number(line.reach.tokens.mean),
+        ]
+        # Text, not str: a label is somebody's config and may hold markup or escapes
+        table.add_row(*(Text(visible(cell)) for cell in cells))
+    return table

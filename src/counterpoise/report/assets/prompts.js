@@ -1,0 +1,42 @@
+// The prompts of a batch: how many rollouts solved each, how many tokens flipped.
+
+import { element, number, visible } from "./text.js";
+
+export function isShown(group, filter) {
+  if (filter === "mixed") return group.rollouts.some((r) => r.sign > 0) && group.rollouts.some((r) => r.sign < 0);
+  if (filter === "flips") return group.rollouts.some((r) => r.flips > 0);
+  return true;
+}
+
+export function drawPrompts(place, groups, chosen, onChoose) {
+  place.replaceChildren(...groups.map((group) => item(group, group.group === chosen, onChoose)));
+  place.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+}
+
+function item(group, isChosen, onChoose) {
+  const out = element("li");
+  const button = element("button", "prompt");
+  button.type = "button";
+  if (isChosen) button.setAttribute("aria-current", "true");
+  const flips = group.rollouts.reduce((sum, r) => sum + (r.flips ?? 0), 0);
+  const up = group.rollouts.filter((r) => r.sign > 0).length;
+  const down = group.rollouts.filter((r) => r.sign < 0).length;
+  const top = element("span", "top");
+  top.append(element("b", "", `${group.group}`), dots(up, down, group.rollouts.length - up - down), element("span", "flips", flips ? `${number(flips)} flips` : ""));
+  button.append(top, element("span", "excerpt", visible((group.prompt ?? group.prompt_id ?? "").slice(0, 160))));
+  button.addEventListener("click", () => onChoose(group.group));
+  out.append(button);
+  return out;
+}
+
+// one dot a rollout while they can be counted by eye
+function dots(up, down, zero) {
+  const out = element("span", "dots");
+  out.title = `${up} with positive, ${down} with negative, ${zero} without advantage`;
+  if (up + down + zero > 16) {
+    out.textContent = `${up} / ${down}`;
+    return out;
+  }
+  for (const [count, css] of [[up, "positive"], [down, "negative"], [zero, "zero"]]) for (let k = 0; k < count; k += 1) out.append(element("i", css));
+  return out;
+}
