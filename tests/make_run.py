@@ -258,7 +258,7 @@ def _plan(rows: list[dict[str, Any]], rng: np.random.Generator, method: str) -> 
 
 def _metrics(step: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     reward_N, length_N = np.array([r["reward"] for r in rows]), np.array([len(r["texts"]) for r in rows])
-    share = [float(reward_N[part].mean()) for part in plan["rows"]]
+    share = [float(reward_N[part].mean()) for part in plan["rows"] if part]
     return {
         "step": step,
         "reward/mean": float(reward_N.mean()),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from tiny_models import tiny
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from counterpoise.rollouts import token_logp
 from counterpoise.types import Rows, TokenLoss
+from tiny_models import tiny
 
 
 def clean_gpt2(*, tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT2LMHeadModel:
@@ -18,7 +18,9 @@ def clean_gpt2(*, tied: bool = True, dtype: torch.dtype = torch.float64, seed: i
     return tiny("gpt2", seed=seed, dtype=dtype, tie_word_embeddings=tied, n_embd=8, n_head=2, vocab_size=11)
 
 
-def token_gradients(model, prompt_ids, token_ids_NT: Tensor, mask_NT: Tensor, names: list[str] | None = None) -> dict[tuple[int, int], Tensor]:
+def token_gradients(
+    model, prompt_ids, token_ids_NT: Tensor, mask_NT: Tensor, names: list[str] | None = None
+) -> dict[tuple[int, int], Tensor]:
     """The gradient of every response token's log-prob as one flat vector, one backward a token."""
     params = [p for name, p in model.named_parameters() if names is None or name in names]
     out = {}
@@ -43,7 +45,9 @@ def prefixes(token_ids: list[list[int]], group: list[int]) -> dict[tuple, list[i
     return out
 
 
-def sharing_of(token_ids: list[list[int]], group: list[int], advantage: list[float]) -> dict[tuple[int, int], tuple[int, int, bool, bool]]:
+def sharing_of(
+    token_ids: list[list[int]], group: list[int], advantage: list[float]
+) -> dict[tuple[int, int], tuple[int, int, bool, bool]]:
     """(row, position) -> positive and negative rollouts at the node, whether the whole group is, whether its context is a fork."""
     nodes = prefixes(token_ids, group)
     out = {}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_ledger import clean_gpt2, kl, phi, token_gradients
-from tiny_models import tiny
 
 from counterpoise.ledger import HeadResponse, HeadState, coupling_table, head_cancellation, head_change, head_kernel
 from counterpoise.numerics_head import Head
 from counterpoise.rollouts import measure
 from counterpoise.rollouts.backbone import backbone
+from reference_ledger import clean_gpt2, kl, phi, token_gradients
+from tiny_models import tiny
 
 PROMPTS = [[1, 2], [3, 4, 5]]
 IDS_NT = torch.tensor([[6, 7, 8], [6, 9, 0]])
@@ -118,7 +118,9 @@ def test_head_change_equals_loops(chunk):
     hidden, weight, target = case((5, 4, 3, 5, 1.0))
     moved, other = hidden + 0.1, weight * 1.2
     temperature = 0.5
-    found = head_change(HeadState(hidden, Head(weight)), HeadState(moved, Head(other)), target, temperature=temperature, chunk=chunk)
+    found = head_change(
+        HeadState(hidden, Head(weight)), HeadState(moved, Head(other)), target, temperature=temperature, chunk=chunk
+    )
     before = ((hidden @ weight.T) / temperature).softmax(-1).tolist()
     after = ((moved @ other.T) / temperature).softmax(-1).tolist()
     for m in range(4):

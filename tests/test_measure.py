@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import row_logits, row_logp_entropy, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaForCausalLM
@@ -14,6 +13,7 @@ from transformers import LlamaForCausalLM
 from counterpoise.numerics_head import Head, head_logits, head_logp, head_scores
 from counterpoise.rollouts import MEASURED, length_buckets, logp_function, measure, token_logp
 from counterpoise.rollouts.backbone import backbone
+from tiny_models import row_logits, row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6], [8], [8], [11, 12, 13]]
 RESPONSES = [[7, 9], [1, 20, 21, 22, 2], [28, 2], [14]]

@@ -8,15 +8,35 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from counterpoise.rollouts import add_lora, encode_prompts, load_model, locate, sample, token_logp
 from counterpoise.rollouts.backbone import backbone
+from tiny_models import tiny
 
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"0123456789+-=", "sum", "of", "and", "the", "is", "user", ":", "assistant", "<|im_end|>", "a", "b", "c"]
-TEMPLATE = "{% for m in messages %}{{ m.role + ' : ' + m.content }}{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
+WORDS = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<unk>",
+    *"0123456789+-=",
+    "sum",
+    "of",
+    "and",
+    "the",
+    "is",
+    "user",
+    ":",
+    "assistant",
+    "<|im_end|>",
+    "a",
+    "b",
+    "c",
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ' : ' + m.content }}{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
+)
 IDS = torch.tensor([[4, 5, 6]])
 
 
@@ -80,7 +100,7 @@ def test_a_tokenizer_without_an_end_token_is_an_error(folder):
 
 def test_prompts_go_through_the_chat_template(folder):
     policy = load_model(folder(chat_template=TEMPLATE))
-    expected = [[WORDS.index(word) for word in "user : sum of 1 2 assistant :".split()]]
+    expected = [[WORDS.index(word) for word in ["user", ":", "sum", "of", "1", "2", "assistant", ":"]]]
     assert encode_prompts(policy, ["sum of 1 2"], chat=True) == expected
     assert encode_prompts(policy, ["sum of 1 2"], chat=None) == expected
     assert encode_prompts(policy, ["sum of 1 2"], chat=False) == [expected[0][2:6]]

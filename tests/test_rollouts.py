@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from scipy.stats import chisquare
-from tiny_models import row_logits, row_logp_entropy, tiny
+from transformers import MambaConfig, MambaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from counterpoise.rollouts import branch, sample
 from counterpoise.rollouts.cache import ROOM, RoomyLayer, compaction
 from counterpoise.rollouts.draw import draw, truncated, uniforms
+from tiny_models import row_logits, row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
 STOPS = [2, 3, 4, 5]
@@ -273,6 +274,12 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_row():
         model.get_input_embeddings().weight[8] = float("nan")
     with pytest.raises(ValueError, match=r"not finite in row 2 \(2 of 8 rows\)"):
         sample(model, PROMPTS, group_size=2, max_new_tokens=1, stop_ids=[2], seed=0)
+
+
+def test_a_model_without_a_key_value_cache_is_an_error():
+    model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2))
+    with pytest.raises(ValueError, match="MambaModel takes no key-value cache"):
+        sample(model, [[3]], max_new_tokens=2, stop_ids=[], seed=0)
 
 
 def test_roomy_cache_holds_what_a_plain_one_holds():

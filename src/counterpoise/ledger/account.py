@@ -16,7 +16,7 @@ from counterpoise.ledger.changes import cancellation, change_sign, is_flip
 from counterpoise.ledger.decompose import REST, decompose
 from counterpoise.ledger.head_change import HeadChange, HeadResponse, HeadState, head_change
 from counterpoise.ledger.logprobs import Params, Texts, at, of_model
-from counterpoise.ledger.optimizers import Response, response
+from counterpoise.ledger.optimizers import Response, UnknownOptimizer, response
 from counterpoise.rollouts import measure
 from counterpoise.rollouts.backbone import backbone
 from counterpoise.schema import PART_PREFIX
@@ -70,8 +70,11 @@ def account(
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves predictions out.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = response(optimizer, live)
-    steps, notes = (None, [found]) if isinstance(found, str) else (found, [])
+    steps, notes = None, []
+    try:
+        steps = response(optimizer, live)
+    except UnknownOptimizer as unknown:
+        notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
     scores = scored(model, before, texts, head_response(model, steps))
     columns = step_columns(rows, loss, scores)
@@ -135,11 +138,20 @@ def head_response(model: Any, steps: Response | None) -> HeadResponse | None:
     return None if weight is None else HeadResponse(weight, bias)
 
 
+def head_state(model: nn.Module, texts: Texts) -> HeadState:
+    """What feeds the head at every response token, and the head."""
+    hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
+    head = backbone(model).head
+    assert head is not None
+    detached = head._replace(weight_VD=head.weight_VD.detach(), bias_V=None if head.bias_V is None else head.bias_V.detach())
+    return HeadState(hidden_NTD[texts.mask_NT], detached)
+
+
 def _change(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> HeadChange:
     """Columns [N, T] from the hidden states of two forwards."""
-    start = at(model, before, lambda m: _head_state(m, texts))
+    start = at(model, before, lambda m: head_state(m, texts))
     target_M = texts.token_ids_NT[texts.mask_NT]
-    change = head_change(start, _head_state(model, texts), target_M, temperature=texts.temperature, response=steps)
+    change = head_change(start, head_state(model, texts), target_M, temperature=texts.temperature, response=steps)
 
     def placed(column: Tensor) -> Tensor:
         return column.new_zeros(texts.mask_NT.shape).masked_scatter(texts.mask_NT, column)
@@ -158,11 +170,3 @@ def _logp_change(model: Any, before: Params, texts: Texts) -> HeadChange:
 def _measured(model: nn.Module, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
     rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
     return measure(model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget)
-
-
-def _head_state(model: nn.Module, texts: Texts) -> HeadState:
-    hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
-    head = backbone(model).head
-    assert head is not None
-    detached = head._replace(weight_VD=head.weight_VD.detach(), bias_V=None if head.bias_V is None else head.bias_V.detach())
-    return HeadState(hidden_NTD[texts.mask_NT], detached)

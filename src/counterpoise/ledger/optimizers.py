@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,26 +11,29 @@ from torch import Tensor
 Response = dict[str, "Tensor | float"]
 
 
-def response(optimizer: torch.optim.Optimizer, parameters: dict[str, Tensor]) -> Response | str:
-    """P of ``dtheta = -P g + (what the gradient of this step did not cause)``, per parameter; a line that says why, for an unknown optimizer.
+class UnknownOptimizer(ValueError):
+    """An optimizer whose step is not known to be linear in the gradient."""
+
+
+def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Response:
+    """P of ``dtheta = -P g + (what the gradient of this step did not cause)``, per parameter.
 
     Args:
         optimizer: after its step.
         parameters: the live parameters by name; those that the optimizer did not move have response 0.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> response(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
+    {'weight': 0.5, 'bias': 0.5}
     """
     rule = RESPONSES.get(type(optimizer))
     if rule is None:
         known = ", ".join(kind.__name__ for kind in RESPONSES)
-        return f"no response is known for the optimizer {type(optimizer).__name__} (known: {known}); only the predicted change is told."
+        raise UnknownOptimizer(
+            f"no response is known for the optimizer {type(optimizer).__name__} (known: {known}); only the predicted change is told."
+        )
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    out: Response = {}
-    for name, p in parameters.items():
-        group, state = group_of.get(id(p)), optimizer.state.get(p, {})
-        found = 0.0 if group is None else rule(group, state)
-        if isinstance(found, str):
-            return found
-        out[name] = found
-    return out
+    return {name: rule(group_of[id(p)], optimizer.state.get(p, {})) if id(p) in group_of else 0.0 for name, p in parameters.items()}
 
 
 def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | float:
@@ -43,14 +46,14 @@ def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | floa
     return size / ((second / (1 - beta2**t)).sqrt() + group["eps"])
 
 
-def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float | str:
+def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float:
     """SGD: P = lr, times 1 + momentum with Nesterov's. Momentum of earlier steps and weight decay are not in it."""
     if group["dampening"]:
-        return "no response is known for SGD with dampening; only the predicted change is told."
+        raise UnknownOptimizer("no response is known for SGD with dampening; only the predicted change is told.")
     return float(group["lr"]) * (1 + group["momentum"] * group["nesterov"]) * (-1 if group["maximize"] else 1)
 
 
-RESPONSES: dict[type, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+RESPONSES: dict[type, Callable[[dict[str, Any], dict[str, Any]], Tensor | float]] = {
     torch.optim.AdamW: adam_response,
     torch.optim.Adam: adam_response,
     torch.optim.SGD: sgd_response,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +114,7 @@ def word_tokens(text: str) -> tuple[list[int], list[str]]:
     ['a', ' b']
     """
     texts = re.findall(r"\s*\S+|\s+$", text)
-    return [int.from_bytes(word.encode()[:6], "big") for word in texts], texts
+    return [zlib.crc32(word.encode()) for word in texts], texts
 
 
 FORMATS: dict[str, tuple[Callable[..., Iterator[Imported]], str]] = {

@@ -167,7 +167,8 @@ def _tokenizer(path: Path) -> tuple[Callable[[list[int]], str], Encode]:
 
     def encode(text: str) -> tuple[list[int], list[str]]:
         found = tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, [text[start:end] for start, end in found.offsets]
+        ends = [0, *(end for _, end in found.offsets)]
+        return found.ids, [text[start:end] for start, end in zip(ends, ends[1:])]
 
     return decode, encode
 

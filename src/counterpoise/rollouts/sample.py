@@ -126,6 +126,7 @@ def sample(
     order = sorted(range(len(prompt_index)), key=lambda row: (len(prompt_ids[prompt_index[row]]), row))
     with evaluating(model), torch.no_grad():
         parts = backbone(model)
+        _check_cache(parts.decoder)
         for start in range(0, len(order), max_rows):
             rows = order[start : start + max_rows]
             _wave(model, parts, rows, [prompt_ids[prompt_index[row]] for row in rows], settings, columns)
@@ -198,13 +199,13 @@ def _compacted(running: _Running, keep_R: Tensor) -> _Running:
 
 def _inputs(parts: Backbone, ids_BL: Tensor, mask_BL: Tensor | None, position_BL: Tensor, cache: Any) -> dict[str, Any]:
     inputs = {"input_ids": ids_BL, "attention_mask": mask_BL, "past_key_values": cache, "use_cache": True}
-    return inputs | ({"position_ids": position_BL} if _takes_positions(type(parts.decoder)) else {})
+    # models with relative positions (ALiBi) read them off the attention mask instead
+    return inputs | ({"position_ids": position_BL} if "position_ids" in _arguments(type(parts.decoder)) else {})
 
 
 @functools.cache
-def _takes_positions(decoder: type) -> bool:
-    # models with relative positions (ALiBi) read them off the attention mask instead
-    return "position_ids" in inspect.signature(decoder.forward).parameters
+def _arguments(decoder: type) -> frozenset[str]:
+    return frozenset(inspect.signature(decoder.forward).parameters)
 
 
 def _pick(logits_BV: Tensor, columns: _Columns, row_B: Tensor, t: int, settings: _Settings) -> Draw:
@@ -266,6 +267,14 @@ def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_toke
         raise ValueError(
             f"sample: prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, with max_new_tokens={max_new_tokens} that is more than "
             f"the model's {limit} positions. Lower max_new_tokens or drop the prompt."
+        )
+
+
+def _check_cache(decoder: Any) -> None:
+    # such a model would take the cache as one more keyword and forget all but the last token
+    if "past_key_values" not in _arguments(type(decoder)):
+        raise ValueError(
+            f"sample: {type(decoder).__name__} takes no key-value cache (past_key_values); choose a model with attention."
         )
 
 
