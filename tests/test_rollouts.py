@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from counterpoise.rollouts import branch, sample
 from counterpoise.rollouts.cache import ROOM, RoomyLayer, compaction
 from counterpoise.rollouts.draw import draw, truncated, uniforms
+from counterpoise.rollouts.sample import COMPACT_FRAC
 from tiny_models import row_logits, row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
@@ -123,7 +124,7 @@ def test_stopped_rows_leave_the_running_batch():
     alive = [int((rollouts.mask_NT.sum(1) > t).sum()) for t in range(1, rollouts.mask_NT.shape[1])]
     rows = [shape[0] for shape in shapes[1:]]
     assert len(rows) == len(alive)
-    assert all(left == running or left > 0.75 * running for running, left in zip(rows, alive))
+    assert all(left == running or left > COMPACT_FRAC * running for running, left in zip(rows, alive))
     assert rows[-1] < rows[0] <= 16
 
 

@@ -121,7 +121,7 @@ def of_prediction(groups: Sequence[Group], step: int | None) -> Drawing | None:
         seen = tokens.prediction(frame)
         if seen is not None:
             label = f"{group.label} step {frame.attrs['step']}"
-            text = f"r = {number(seen.correlation, 4)} over {number(seen.num_tokens)} tokens"
+            text = f"r = {number(seen.correlation, 4)} over {seen.num_tokens:,} tokens"
             xs, ys = seen.sample["predicted"].to_numpy(float), seen.sample["delta"].to_numpy(float)
             found.append((label, figures.colour(at), xs, ys, text))
     return figures.scatter(found, x="predicted change of the log-prob", y="actual change") if found else None

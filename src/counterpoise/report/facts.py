@@ -132,7 +132,7 @@ def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
     seconds = [_seconds(run.timing) for run in runs]
     known = [s for s in seconds if s > 0]
     note = f"{sum(known) / 60:.1f} minutes" if known else ""
-    return Tile("tokens sampled", number(sum(totals)), note)
+    return Tile("tokens sampled", f"{int(sum(totals)):,}", note)
 
 
 def _seconds(timing: pd.DataFrame) -> float:

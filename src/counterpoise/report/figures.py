@@ -102,7 +102,7 @@ def bars(found: Sequence[tuple[str, str, Sequence[Row]]], *, y: str = "") -> Dra
             error_y={"type": "data", "symmetric": False, "array": high - mean, "arrayminus": mean - low, "thickness": 1.2, "width": 3, "color": NEUTRAL},
             hovertemplate="%{y:.4g}<extra>%{fullData.name}</extra>",
         )
-        keys.append(Key(label, shade, "bar", f"{number(sum(row.count for row in rows))} tokens"))
+        keys.append(Key(label, shade, "bar", f"{sum(row.count for row in rows):,} tokens"))
     figure.update_layout(barmode="group")
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
@@ -127,7 +127,7 @@ def histograms(found: Sequence[tuple[str, str, str, np.ndarray]], *, x: str, bin
             name=chart_label(label),
             hovertemplate="%{y:.1%}<extra>%{fullData.name}</extra>",
         )
-        keys.append(Key(label, shade, style, f"median {number(float(np.median(value)))}, {number(len(value))} tokens"))
+        keys.append(Key(label, shade, style, f"median {number(float(np.median(value)))}, {len(value):,} tokens"))
     figure.update_yaxes(rangemode="tozero", tickformat=".0%")
     return Drawing(figure, keys)
 

@@ -164,9 +164,11 @@ def _known(value: Any) -> bool:
 
 
 def _shared_value(columns: dict[str, list[Any]]) -> float | None:
-    """A rollout's advantage from its tokens' credit: the mean over tokens in the loss, which is the value itself where all are equal."""
+    """A rollout's advantage from its tokens' credit: their common value, or the mean over tokens in the loss."""
     values = [float(v) for v, keep in zip(columns.get("advantages", []), columns["loss_mask"]) if keep and v is not None]
-    return sum(values) / len(values) if values else None
+    if not values:
+        return None
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)
 
 
 def _unwrapped(value: Any) -> Any:

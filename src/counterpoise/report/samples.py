@@ -154,7 +154,7 @@ def _plan_row(at: int, part: list[int], rollouts: pd.DataFrame | None) -> list[s
     if rollouts is None or max(part, default=-1) >= len(rollouts):
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
-    tokens = number(float(sum(map(len, rows["token_ids"])))) if "token_ids" in rows else "–"
+    tokens = f"{sum(map(len, rows['token_ids'])):,}" if "token_ids" in rows else "–"
     advantage = number(float(rows["advantage"].sum())) if "advantage" in rows else "–"
     return [str(at), str(len(part)), str(rows["group"].nunique()), tokens, number(float((rows["reward"] > 0.5).mean())), advantage]
 

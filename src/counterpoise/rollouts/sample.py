@@ -20,8 +20,10 @@ from transformers import DynamicCache
 from counterpoise.rollouts.backbone import Backbone, backbone, evaluating, last_logits
 from counterpoise.rollouts.cache import compaction, spread
 from counterpoise.rollouts.draw import Draw, argmax, draw, truncated, uniforms
+from counterpoise.rollouts.engine import Settings as engine_settings
+from counterpoise.rollouts.engine import engine_for
 
-COMPACT_FRAC = 0.75  # stopped rows leave the running batch once no more than this share of it is alive
+COMPACT_FRAC = 0.9  # stopped rows leave the running batch once no more than this share of it is alive
 SYNC_STEPS = 8  # on an accelerator, how often the host asks who is still alive
 
 
@@ -89,6 +91,7 @@ def sample(
     greedy: bool = False,
     max_rows: int = 1024,
     streams: Sequence[int] | None = None,
+    engine: bool = True,
 ) -> Rollouts:
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to top-k and then to the nucleus top-p.
 
@@ -105,6 +108,7 @@ def sample(
         max_rows: rows in flight at once; lower it when memory runs out.
         streams: number of each row's random stream (default: the row number). A row's tokens depend on its prompt, the seed and this
             number, never on the other rows.
+        engine: take the fast engine where it knows the model; False always takes the generic path.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -122,15 +126,26 @@ def sample(
     stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
     settings = _Settings(max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy)
     columns = _columns(streams, max_new_tokens, seed, greedy, model.device)
-    # waves of similar prompt length need little padding; a row's own stream makes the order immaterial
-    order = sorted(range(len(prompt_index)), key=lambda row: (len(prompt_ids[prompt_index[row]]), row))
+    prompts, fast = [prompt_ids[p] for p in prompt_index], engine_for(model) if engine else None
     with evaluating(model), torch.no_grad():
-        parts = backbone(model)
-        _check_cache(parts.decoder)
-        for start in range(0, len(order), max_rows):
-            rows = order[start : start + max_rows]
-            _wave(model, parts, rows, [prompt_ids[prompt_index[row]] for row in rows], settings, columns)
+        if fast is None:
+            _waves(model, prompts, settings, columns, max_rows)
+        else:
+            how = engine_settings(max_new_tokens, settings.temperature, top_p, top_k, tuple(stop_S.tolist()), greedy)
+            filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows)
+            columns = _Columns(*(column[:-1].clone() for column in filled[:4]), columns.uniform_NT)
     return _finished(columns, prompt_index, pad_id, stop_S)
+
+
+def _waves(model: Any, prompts: list[Sequence[int]], settings: _Settings, columns: _Columns, max_rows: int) -> None:
+    """The generic path, for any causal LM with a cache."""
+    parts = backbone(model)
+    _check_cache(parts.decoder)
+    # waves of similar prompt length need little padding; a row's own stream makes the order immaterial
+    order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
+    for start in range(0, len(order), max_rows):
+        rows = order[start : start + max_rows]
+        _wave(model, parts, rows, [prompts[row] for row in rows], settings, columns)
 
 
 def _wave(
@@ -230,7 +245,7 @@ def _columns(streams: list[int], num: int, seed: int, greedy: bool, device: Any)
         sampler_logp_NT=torch.zeros(n, num, device=device),
         entropy_NT=torch.zeros(n, num, device=device),
         length_N=torch.zeros(n, dtype=torch.long, device=device),
-        uniform_NT=torch.zeros(n, 0) if greedy else uniforms(seed, streams, num).to(device),
+        uniform_NT=torch.zeros(n, 0, device=device) if greedy else uniforms(seed, streams, num).to(device),
     )
 
 

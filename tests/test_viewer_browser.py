@@ -1,0 +1,402 @@
+"""A real browser on the report and the viewer: every section, colour, key and link works, and hostile text never runs.
+
+Needs Debian's chromium on the PATH. With COUNTERPOISE_SCREENSHOTS=folder the pages are also photographed there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import uvicorn
+from make_run import HOSTILE, make_run
+
+from counterpoise.report.export import write_export
+from counterpoise.report.folder import open_run
+from counterpoise.report.page import write_report
+from counterpoise.report.server import app, free_socket
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SETTINGS = {"num_steps": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
+PATIENCE_MS = 180_000
+WATCH = "window.refused = []; document.addEventListener('securitypolicyviolation', (e) => window.refused.push(e.violatedDirective))"
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install -y --no-install-recommends chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails its test if a script raised, the policy refused something, or the canary was touched."""
+    made = browser.new_page(viewport={"width": 1440, "height": 900})
+    made.set_default_timeout(PATIENCE_MS)
+    errors = []
+    made.on("pageerror", lambda error: errors.append(str(error)))
+    made.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    made.on("dialog", lambda dialog: errors.append(f"dialog {dialog.message}"))
+    made.add_init_script(WATCH)
+    yield made
+    assert made.evaluate("window.pwned") is None
+    assert made.evaluate("window.refused") == []
+    assert errors == []
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "run", **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def hostile_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / HOSTILE[0].replace("/", "|"), method=HOSTILE[1], hostile=True, **SETTINGS)
+
+
+def served(path):
+    bound = free_socket()
+    port = bound.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app(path, port), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(run_dir):
+    yield from served(run_dir)
+
+
+@pytest.fixture(scope="module")
+def hostile_address(hostile_dir):
+    yield from served(hostile_dir)
+
+
+@pytest.fixture(scope="module")
+def table(run_dir):
+    return pd.read_parquet(run_dir / "tokens" / "step_000002.parquet").sort_values(["group", "rollout", "position"])
+
+
+def opened(page, address, fragment=""):
+    page.goto(address + fragment)
+    page.wait_for_selector(".t[data-i]")
+    return page
+
+
+def inspected(page):
+    """Numbers on the inspector, by their label."""
+    page.wait_for_selector("#inspector .numbers")
+    pairs = page.locator("#inspector .numbers > *").all_inner_texts()
+    return dict(zip(pairs[::2], pairs[1::2]))
+
+
+def settled(page, expression):
+    page.wait_for_function(expression, timeout=PATIENCE_MS)
+
+
+def photograph(page, name, **options):
+    folder = os.environ.get("COUNTERPOISE_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png", **options)
+
+
+def as_shown(value):
+    """A number as the page writes it."""
+    if isinstance(value, (bool, np.bool_)):
+        return "yes" if value else "no"
+    if float(value) == int(value):
+        return f"{int(value):,}"
+    size = abs(value)
+    if size < 1e-3 or size >= 1e6:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{mantissa}e{int(exponent):+d}"
+    return f"{value:.{3 - int(np.floor(np.log10(size)))}f}"
+
+
+# ---- the report
+
+
+def test_report_draws_every_chart_in_both_themes(page, run_dir):
+    path, found = write_report([run_dir])
+    page.goto(path.as_uri())
+    for name, cards in found.cards.items():
+        page.locator(f"nav a[href='#{name}']").click()
+        for card in cards:
+            plot = page.locator(f"[data-figure='{card.chart.name}']")
+            plot.scroll_into_view_if_needed()
+            plot.locator("svg.main-svg").first.wait_for()
+    assert page.locator("section#samples .sample").count() == len(found.samples)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    drawn = page.evaluate("document.querySelector('[data-figure=reward]').calcdata.at(-1).map((point) => point.y)")
+    assert drawn == [row["reward/mean"] for row in rows]
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_report_prints_every_chart(page, run_dir):
+    path, found = write_report([run_dir])
+    page.goto(path.as_uri())
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    total = sum(len(cards) for cards in found.cards.values())
+    settled(page, f"document.querySelectorAll('.plot .main-svg').length >= {total}")
+    assert page.locator(".top-bar").is_hidden()
+    assert len(page.pdf()) > 50_000
+
+
+def test_comparison_page(page, run_dir, tmp_path):
+    other = make_run(tmp_path / "grpo", method="grpo", **SETTINGS)
+    path, found = write_report([run_dir, other], tmp_path / "page.html")
+    page.goto(path.as_uri())
+    rows = page.locator("table.comparison tbody tr")
+    assert rows.count() == 2
+    assert found.comparison is not None
+    assert rows.nth(1).locator(".verdict").inner_text() == found.comparison.lines[1].verdict
+    page.locator("[data-figure='accuracy'] .main-svg").first.wait_for()
+
+
+def test_hostile_report_runs_nothing(page, hostile_dir):
+    path, found = write_report([hostile_dir], hostile_dir / "page.html")
+    page.goto(path.as_uri().replace("%7C", "|"))
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    settled(page, f"document.querySelectorAll('.plot .main-svg').length >= {sum(map(len, found.cards.values()))}")
+    page.locator("[data-figure='categories']").hover()
+    text = page.locator("body").inner_text()
+    for hostile in HOSTILE[:5]:
+        assert hostile in text
+    assert "⟨U+001B⟩[31mred" in text and "\u202e" not in text
+
+
+# ---- the viewer
+
+
+def test_viewer_shows_the_files_numbers(page, address, table):
+    opened(page, address, "#step=2&prompt=1")
+    rows = table[table["group"] == 1].reset_index(drop=True)
+    page.locator(".t[data-i='4']").hover()
+    settled(page, "document.querySelector('#inspector .token')?.innerText.includes('position 4')")
+    found, want = inspected(page), rows.iloc[4]
+    for label, column in {"credit": "advantages", "change (delta)": "delta", "predicted: coupling": "coupling", "entropy": "entropy"}.items():
+        assert found[label] == as_shown(want[column]), label
+    assert found["flip"] == as_shown(bool(want["is_flip"]))
+    assert found["category"] == want["category"]
+    assert found["part: sign positive"] == as_shown(want["part_sign_positive"])
+
+
+def test_viewer_colours_by_every_column(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    rows = table[table["group"] == 0].reset_index(drop=True)
+    for name in page.locator("#colour option").evaluate_all("options => options.map(o => o.value)"):
+        page.locator("#colour").select_option(name)
+        settled(page, f"location.hash.includes('colour={name}')")
+        css = dict(page.locator(".line .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.className.split(' ')[1]])"))
+        assert len(css) > 10 and all(css.values()), name
+        if name in ("advantages", "delta", "own", "coupling"):
+            limit = np.quantile(table[name].abs(), 0.98)
+            for i, got in css.items():
+                level = min(10, int(np.ceil(abs(rows[name][i]) / limit * 10 - 1e-9)))
+                assert got == ("d-0" if level == 0 else f"d-{'p' if rows[name][i] > 0 else 'n'}{level}")
+        assert page.locator("#legend .name").inner_text()
+    assert {"advantages", "delta", "own", "coupling", "entropy", "confidence", "cancellation", "category"} <= set(
+        page.locator("#colour option").evaluate_all("options => options.map(o => o.value)")
+    )
+
+
+def test_viewer_sets_positive_and_negative_side_by_side(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    first = table[table["group"] == 0].groupby("rollout")["sign"].first()
+    titles = page.locator(".side").all_inner_texts()
+    want = [f"{name} advantage · {count}" for name, count in (("positive", (first > 0).sum()), ("negative", (first < 0).sum())) if count]
+    assert titles[: len(want)] == want
+    boxes = [page.locator(".side").nth(k).bounding_box() for k in range(len(want))]
+    assert len({box["y"] for box in boxes if box}) == 1
+
+
+def test_viewer_marks_what_rollouts_share(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    rows = table[table["group"] == 0].reset_index(drop=True)
+    for i, css in page.locator(".line .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.className])"):
+        up, down = rows["node_positive"][i], rows["node_negative"][i]
+        assert ("both" in css.split()) == (up > 0 and down > 0)
+        assert ("one" in css.split()) == (not (up > 0 and down > 0) and up + down > 1)
+        assert ("flip" in css.split()) == bool(rows["is_flip"][i])
+
+
+def test_viewer_marks_equal_tokens_and_their_coupling(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    rows = table[table["group"] == 0].reset_index(drop=True)
+    page.locator(".t[data-i='2']").click()
+    page.wait_for_selector(".twins.list")
+    twins = rows[rows["text"] == rows["text"][2]]
+    assert f"Its equals in this prompt: {len(twins)}" in page.locator("#inspector").inner_text()
+    marked = page.locator(".t.same").evaluate_all("tokens => tokens.map(t => Number(t.dataset.i))")
+    assert set(marked) <= set(twins.index) and 2 in marked
+    listed = page.locator(".twins.list tr[tabindex]")
+    assert listed.count() == len(twins)
+    strongest = twins.loc[twins["coupling"].abs().idxmax()]
+    assert listed.first.locator("td").first.inner_text() == f"#{strongest['rollout']}"
+    listed.first.click()
+    settled(page, f"location.hash.includes('rollout={strongest['rollout']}') || location.hash.includes('marked')")
+
+
+def test_viewer_filters_by_flips(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    page.locator("#flips").check()
+    rows = table[table["group"] == 0].reset_index(drop=True)
+    for i, css in page.locator(".line .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.className])"):
+        assert ("dim" in css.split()) == (not rows["is_flip"][i])
+    page.locator("#prompt-filter").select_option("flips")
+    with_flips = table.groupby("group")["is_flip"].any().sum()
+    assert page.locator("#prompt-list li").count() == with_flips
+
+
+def test_viewer_moves_by_keyboard(page, address, table):
+    opened(page, address, "#step=2&prompt=0")
+    page.locator("#pane").focus()
+    for key, wanted in [("ArrowRight", "position=0"), ("ArrowRight", "position=1"), ("ArrowLeft", "position=0")]:
+        page.keyboard.press(key)
+        settled(page, f"location.hash.includes('{wanted}')")
+    page.keyboard.press("f")
+    flips = table[table["group"] == 0].reset_index(drop=True)["is_flip"]
+    at = int(flips[flips].index[flips[flips].index > 0][0])
+    row = table[table["group"] == 0].reset_index(drop=True).iloc[at]
+    settled(page, f"location.hash.includes('rollout={row['rollout']}&position={row['position']}')")
+    page.keyboard.press("Enter")
+    settled(page, "location.hash.includes('marked=1')")
+    page.keyboard.press("Escape")
+    settled(page, "!location.hash.includes('marked')")
+    for key, wanted in [("j", "prompt=1"), ("j", "prompt=2"), ("k", "prompt=1"), ("[", "step=1"), ("]", "step=2"), ("a", "layout=aligned")]:
+        page.keyboard.press(key)
+        settled(page, f"location.hash.includes('{wanted}')")
+    page.wait_for_selector(".cells .t")
+    page.keyboard.press("x")
+    settled(page, "location.hash.includes('flips=1')")
+    page.keyboard.press("c")
+    settled(page, "location.hash.includes('colour=delta')")
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+    assert page.locator("dialog").is_hidden()
+
+
+def test_viewer_deep_link(page, address, table):
+    opened(page, address, "#step=2&prompt=2&colour=coupling&layout=aligned&flips=1&rollout=14&position=3&marked=1")
+    page.wait_for_selector(".twins.list")
+    row = table[(table["rollout"] == 14) & (table["position"] == 3)].iloc[0]
+    assert inspected(page)["predicted: coupling"] == as_shown(row["coupling"])
+    assert page.locator("#colour").input_value() == "coupling"
+    assert page.locator("#layout-aligned").get_attribute("aria-pressed") == "true"
+    assert page.locator("#flips").is_checked()
+    assert page.locator("#prompt-list [aria-current] b").first.inner_text() == "2"
+    assert page.locator(".t.marked").count() == 1
+
+
+def test_aligned_rows_put_equal_prefixes_in_equal_columns(page, address, table):
+    opened(page, address, "#step=2&prompt=0&layout=aligned")
+    rows = table[table["group"] == 0].reset_index(drop=True)
+    left = dict(page.locator(".cells .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.getBoundingClientRect().left])"))
+    start = rows.index[rows["position"] == 0]
+    for position in range(5):  # "Let us add:\n" in every rollout
+        assert len({round(left[at + position], 1) for at in start}) == 1
+    by_row = [[left[i] for i in range(a, b) if i in left] for a, b in zip(start, [*start[1:], len(rows)])]
+    assert all(row == sorted(row) for row in by_row)
+
+
+def test_alignment_keeps_a_longest_common_subsequence(page, address):
+    opened(page, address)
+    rng = np.random.default_rng(0)
+    cases = [[rng.integers(0, 4, rng.integers(0, 14)).tolist() for _ in range(2)] for _ in range(200)]
+    script = "async (cases) => { const { matches } = await import('/assets/align.js'); return cases.map(([a, b]) => matches(a, b)) }"
+    for (a, b), pairs in zip(cases, page.evaluate(script, cases)):
+        assert all(a[i] == b[j] for i, j in pairs)
+        assert all(p[0] < q[0] and p[1] < q[1] for p, q in zip(pairs, pairs[1:]))
+        assert len(pairs) == longest_common(a, b)
+
+
+def longest_common(a, b):
+    best = np.zeros((len(a) + 1, len(b) + 1), int)
+    for i in range(len(a)):
+        for j in range(len(b)):
+            best[i + 1, j + 1] = best[i, j] + 1 if a[i] == b[j] else max(best[i, j + 1], best[i + 1, j])
+    return best[-1, -1]
+
+
+def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
+    opened(page, hostile_address, "#step=2&prompt=0")
+    assert page.locator("#run-name").inner_text() == HOSTILE[0].replace("/", "|")
+    shown = page.locator(".line .t").all_inner_texts()
+    assert HOSTILE[0] in shown and HOSTILE[1] in shown
+    assert any("⟨U+202E⟩right to left" in text for text in shown)
+    for colour in ("category", "delta"):
+        page.locator("#colour").select_option(colour)
+        settled(page, f"location.hash.includes('colour={colour}')")
+    for text in (HOSTILE[0], HOSTILE[1], HOSTILE[3]):
+        page.locator(".line .t", has_text=text).first.click()
+        page.wait_for_selector(".twins.list")
+        assert text in page.locator("#inspector").inner_text()
+    page.keyboard.press("a")
+    page.wait_for_selector(".cells .t")
+    for group in (1, 2):
+        page.locator("#prompt-list button").nth(group).click()
+        settled(page, f"location.hash.includes('prompt={group}')")
+    assert page.locator("script").count() == 1 and page.locator("img, iframe, object, embed").count() == 0
+
+
+def test_a_broken_step_is_told_on_the_page(browser, run_dir, tmp_path):
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    for folder in ("tokens", "rollouts"):
+        file = copy / folder / "step_000002.parquet"
+        file.write_bytes(file.read_bytes()[:64])
+    for address in served(copy):
+        page = browser.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(f"{address}#step=2")
+        page.locator("#problems p").first.wait_for()
+        assert "cannot be read" in page.locator("#problems").inner_text()
+        page.locator("#step").select_option("3")
+        page.wait_for_selector(".t[data-i]")
+        page.close()
+
+
+def test_export_opens_from_disk(page, run_dir, table, tmp_path):
+    path = write_export(open_run(run_dir), tmp_path / "out", [0, 2])
+    opened(page, path.as_uri(), "#step=2&prompt=1&colour=delta")
+    rows = table[table["group"] == 1].reset_index(drop=True)
+    page.locator(".t[data-i='4']").click()
+    page.wait_for_selector(".twins.list")
+    found = inspected(page)
+    assert found["change (delta)"] == as_shown(rows["delta"][4])
+    assert found["flip"] == as_shown(bool(rows["is_flip"][4]))
+    assert found["category"] == rows["category"][4]
+    page.locator("#step-back").click()
+    settled(page, "location.hash.includes('step=0')")
+    page.keyboard.press("a")
+    page.wait_for_selector(".cells .t")
+
+
+def test_hostile_export_runs_nothing(page, hostile_dir, tmp_path):
+    path = write_export(open_run(hostile_dir), tmp_path / "out", [2])
+    opened(page, path.as_uri())
+    page.locator(".line .t", has_text=HOSTILE[3]).first.click()
+    page.wait_for_selector(".twins.list")
+    assert HOSTILE[3] in page.locator("#inspector").inner_text()
