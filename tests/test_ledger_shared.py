@@ -176,7 +176,7 @@ def test_tax_by_kind_of_context():
     shared = sharing(ids_NT, mask_NT, torch.tensor([0, 0]), torch.tensor([1.0, -1.0]))
     facts = Facts(mask_NT, torch.tensor([1.0, -1.0]), torch.zeros(2, 3), torch.zeros(2, 3).long(), ["other"], shared)
     kl_NT = torch.tensor([[1.0, 2.0, 4.0], [1.0, 6.0, 8.0]])
-    assert tax(kl_NT, facts) == {"shared": 1.0, "discriminating": 4.0, "other": 6.0}
+    assert tax(kl_NT, facts) == {"shared": 1.0, "both_signs": 1.0, "discriminating": 4.0, "other": 6.0}
     assert tax(None, facts) == {}
 
 

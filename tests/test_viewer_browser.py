@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,11 @@ def inspected(page):
 
 
 def settled(page, expression):
-    page.wait_for_function(expression, timeout=PATIENCE_MS)
+    """Wait until an expression holds. From here: the page's policy forbids the evaluation that Playwright's own waiting does inside it."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)
 
 
 def photograph(page, name, **options):
@@ -172,6 +177,7 @@ def test_comparison_page(page, run_dir, tmp_path):
     assert rows.count() == 2
     assert found.comparison is not None
     assert rows.nth(1).locator(".verdict").inner_text() == found.comparison.lines[1].verdict
+    page.locator("[data-figure='accuracy']").scroll_into_view_if_needed()
     page.locator("[data-figure='accuracy'] .main-svg").first.wait_for()
 
 
@@ -352,8 +358,7 @@ def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
         settled(page, f"location.hash.includes('colour={colour}')")
     for text in (HOSTILE[0], HOSTILE[1], HOSTILE[3]):
         page.locator(".line .t", has_text=text).first.click()
-        page.wait_for_selector(".twins.list")
-        assert text in page.locator("#inspector").inner_text()
+        settled(page, f"document.querySelector('#inspector .token code')?.textContent.includes({json.dumps(text)})")
     page.keyboard.press("a")
     page.wait_for_selector(".cells .t")
     for group in (1, 2):

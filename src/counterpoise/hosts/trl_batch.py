@@ -1,7 +1,7 @@
 """A generation of TRL as a TokenBatch, its credit, and the same over all processes.
 
-TRL keeps groups by position: over the processes' rows in rank order, rows k G .. (k + 1) G - 1 answer one prompt. Columns of ours travel in TRL's
-own dict under ``cp_`` names, so that whatever TRL does to rows happens to them too.
+TRL keeps groups by position: over the processes' rows in rank order, rows k G .. (k + 1) G - 1 answer one prompt. Columns of ours travel in
+TRL's own dict under ``cp_`` names, so that whatever TRL does to rows happens to them too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoise.build import bound
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import Scored, score_again
 from counterpoise.numerics import LOCAL, Reduce, over_ranks
@@ -20,7 +21,7 @@ from counterpoise.types import Credit, TokenBatch
 
 TOPK = {"topk_ids_NTK", "topk_logp_NTK"}
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
-DEFAULT_TOPK = 20
+NUM_CANDIDATES = 20  # of the topk proxy, unless the rule asks for another number
 
 
 def reduce_of(trainer: Any) -> Reduce:
@@ -46,7 +47,9 @@ def loss_mask(output: dict[str, Any]) -> Tensor:
     return (mask_NT * output["tool_mask"] if "tool_mask" in output else mask_NT).bool()
 
 
-def token_batch(trainer: Any, made: Setup, output: dict[str, Any], reward_by_function: Tensor, seen: list[Scored], more: bool) -> TokenBatch:
+def token_batch(
+    trainer: Any, made: Setup, output: dict[str, Any], reward_by_function: Tensor, seen: list[Scored], more: bool
+) -> TokenBatch:
     """This process's rollouts with the columns that the method needs; ``more`` asks for the sampler's log-probs even if no rule reads them."""
     needs, mask_NT = made.method.needs, loss_mask(output)
     found = _score(trainer, made, output, seen, more)
@@ -86,14 +89,14 @@ def assign(trainer: Any, made: Setup, batch: TokenBatch, trl_advantage_N: Tensor
 def add_columns(output: dict[str, Any], batch: TokenBatch, credit: Credit) -> None:
     """Our columns, beside TRL's."""
     output["cp_row"], output["cp_reward"], output["cp_advantage"] = batch.extra["cp_row"], batch.reward_N, credit.advantage_N
-    output["cp_credit"], output["cp_sampler_logp"] = credit.credit_NT, batch.sampler_logp_NT
+    output["cp_credit"], output["cp_weight"], output["cp_sampler_logp"] = credit.credit_NT, credit.weight_NT, batch.sampler_logp_NT
     if batch.entropy_NT is not None:
         output["cp_entropy"] = batch.entropy_NT
 
 
 def gathered(trainer: Any, output: dict[str, Any]) -> dict[str, Any]:
     """Every column of all processes, rows in rank order, padded to the widest."""
-    accelerator, pad_id = trainer.accelerator, trainer.processing_class.pad_token_id
+    accelerator = trainer.accelerator
     out: dict[str, Any] = {}
     for name, value in output.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or accelerator.num_processes == 1:
@@ -101,8 +104,7 @@ def gathered(trainer: Any, output: dict[str, Any]) -> dict[str, Any]:
             continue
         value = value.contiguous()
         if value.ndim > 1:
-            fill = pad_id if name.endswith("_ids") else 0
-            value = accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=name in LEFT_PADDED)
+            value = accelerator.pad_across_processes(value, dim=1, pad_first=name in LEFT_PADDED)
         out[name] = accelerator.gather(value)
     return out
 
@@ -118,10 +120,7 @@ def whole_batch(trainer: Any, columns: dict[str, Any]) -> tuple[TokenBatch, Cred
         entropy_NT=columns.get("cp_entropy"),
         max_length=trainer.max_completion_length,
     )
-    credit_NT, advantage_N = columns["cp_credit"], columns["cp_advantage"]
-    is_zero_N1 = (advantage_N == 0)[:, None]
-    weight_NT = torch.where(is_zero_N1, 1, credit_NT / torch.where(is_zero_N1, 1, advantage_N[:, None]))
-    return batch, Credit(advantage_N, torch.where(batch.mask_NT, weight_NT, 0), credit_NT, None, {})
+    return batch, Credit(columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {})
 
 
 def head_columns(trainer: Any, made: Setup, ids_NT: Tensor, mask_NT: Tensor, found: Scored | None) -> dict[str, Tensor]:
@@ -131,15 +130,21 @@ def head_columns(trainer: Any, made: Setup, ids_NT: Tensor, mask_NT: Tensor, fou
     model = trainer.accelerator.unwrap_model(trainer.model)
     head = backbone(model.get_base_model() if hasattr(model, "get_base_model") else model).head
     if head is None:
-        raise ValueError(f"{type(model).__name__}: its logits are not head weight x last hidden state; DelTA's proxy must be 'row' there.")
+        raise ValueError(
+            f"{type(model).__name__}: its logits are not head weight x last hidden state; DelTA's proxy must be 'row' there."
+        )
     columns = {"head_VD": head.weight_VD.detach()}
     if made.method.needs & TOPK:
-        assert found is not None and found.hidden_NTD is not None
-        options = {"temperature": trainer.temperature, "topk": DEFAULT_TOPK}
+        assert found is not None
+        assert found.hidden_NTD is not None
+        asked = [bound(rule).get("topk") for rule in made.method.rules]
+        options = {"temperature": trainer.temperature, "topk": max([NUM_CANDIDATES, *(k for k in asked if k)])}
         best = head_scores(found.hidden_NTD[mask_NT].to(head.weight_VD.dtype), ids_NT[mask_NT], head, **options)
         for name, value_MK in (("topk_ids_NTK", best.topk_ids_MK), ("topk_logp_NTK", best.topk_logp_MK)):
             assert value_MK is not None
-            columns[name] = value_MK.new_zeros(*mask_NT.shape, value_MK.shape[1]).index_put((mask_NT.nonzero(as_tuple=True)), value_MK)
+            columns[name] = value_MK.new_zeros(*mask_NT.shape, value_MK.shape[1]).index_put(
+                (mask_NT.nonzero(as_tuple=True)), value_MK
+            )
     return columns
 
 

@@ -9,13 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from counterpoise.hosts.trl_method import Setup, setup
 from counterpoise.ledger.classes import check_axes
 
 # settings of TRL that speak of the loss, and of the advantage: a method brings its own
-LOSS_FIELDS = ("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg")
+LOSS_FIELDS = (
+    "loss_type",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+)
 ADVANTAGE_FIELDS = ("scale_rewards", "multi_objective_aggregation")
 
 
@@ -29,7 +37,9 @@ class CreditGRPOConfig(GRPOConfig):
 
     method: str = field(
         default="uniform",
-        metadata={"help": "A counterpoise preset, for example 'delta' (`counterpoise methods` lists them). 'uniform' is plain TRL."},
+        metadata={
+            "help": "A counterpoise preset, for example 'delta' (`counterpoise methods` lists them). 'uniform' is plain TRL."
+        },
     )
     method_axes: dict[str, Any] | str | None = field(
         default=None,
@@ -47,7 +57,9 @@ class CreditGRPOConfig(GRPOConfig):
     )
     method_advantage: bool = field(
         default=True,
-        metadata={"help": "False keeps TRL's advantages (scale_rewards, several objectives) and takes the token weights from the method."},
+        metadata={
+            "help": "False keeps TRL's advantages (scale_rewards, several objectives) and takes the token weights from the method."
+        },
     )
     method_loss: bool = field(
         default=True,
@@ -55,7 +67,9 @@ class CreditGRPOConfig(GRPOConfig):
     )
     ledger_every: int = field(
         default=0,
-        metadata={"help": "Account for the updates of every n-th generation, token by token, in output_dir/counterpoise. 0 is never."},
+        metadata={
+            "help": "Account for the updates of every n-th generation, token by token, in output_dir/counterpoise. 0 is never."
+        },
     )
     ledger_decompose: list[str] = field(
         default_factory=lambda: ["sign"],
@@ -96,9 +110,10 @@ class CreditGRPOConfig(GRPOConfig):
         for name in names:
             if getattr(self, name) != _default(name):
                 keep = "method_loss" if name in LOSS_FIELDS else "method_advantage"
-                warnings.warn(
-                    f"{name}={getattr(self, name)!r} is not used: method {self.method!r} brings its own. {keep}=False keeps TRL's.", stacklevel=4
+                message = (
+                    f"{name}={getattr(self, name)!r} is not used: method {self.method!r} brings its own. {keep}=False keeps TRL's."
                 )
+                warnings.warn(message, stacklevel=4)
 
     def _trl_post_init(self) -> None:
         """TRL wants two rollouts a prompt; methods that do not compare the rollouts of a prompt work with one."""

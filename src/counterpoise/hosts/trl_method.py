@@ -1,7 +1,7 @@
 """A method in TRL's terms: what TRL computes itself when its settings say so, and what counterpoise brings.
 
 Where TRL has the method's loss and reduction, they become TRL's own settings and TRL's own arithmetic runs on our credit. The others (DFPO,
-GMPO, side means, ...) are computed from ``counterpoise.losses``. ``uniform`` is the switch that is off: TRL's advantages, loss and order of rows.
+GMPO, side means, ...) are computed from ``counterpoise.losses``. ``uniform`` switches all of it off: TRL's advantages, loss and order of rows.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def _without_kl(method: Method) -> tuple[Method, dict[str, Any]]:
         return method, {}
     settings = _named("loss", kl[0])[1]
     if settings["estimator"] != "k3" or len(kl) > 1:
-        raise ValueError(f"TRL has the k3 estimator of the KL term alone, got {settings['estimator']!r}. Use {{'name': 'kl', 'coef': ...}}.")
+        raise ValueError(
+            f"TRL has the k3 estimator of the KL term alone, got {settings['estimator']!r}. Use {{'name': 'kl', 'coef': ...}}."
+        )
     return dataclasses.replace(method, terms=tuple(t for t in method.terms if t is not kl[0])), {"beta": settings["coef"]}
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoise.ledger.changes import cancellation, change_sign, is_flip
 from counterpoise.ledger.decompose import REST, decompose
@@ -91,9 +92,14 @@ def account(
 
 
 def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> Scores:
-    """Log-probs at both parameter settings, in the same forward; a part of the rows twice, in another cut, for the noise floor."""
+    """Log-probs at both parameter settings, in the same forward.
+
+    The noise floor is the largest gap when every fourth row is scored once more without an update: in another cut and with the maths path of
+    attention, so that rounding shows even where a kernel repeats itself bit for bit.
+    """
     again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device))
-    repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
+    with sdpa_kernel(SDPBackend.MATH):
+        repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
     change = _change(model, before, texts, steps) if backbone(model).head is not None else _logp_change(model, before, texts)
     noise_RT = (change.logp_before_M[::NOISE_STRIDE] - repeat_RT).abs()
     return Scores(*change, noise_floor=float(noise_RT[again.mask_NT].max()))

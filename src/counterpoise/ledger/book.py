@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterpoise.ledger.account import account
 from counterpoise.ledger.categories import categories
@@ -29,6 +30,8 @@ from counterpoise.ledger.residual import residuals
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
+
+_FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = WeakKeyDictionary()  # tried once a model
 
 
 class Settings(NamedTuple):
@@ -80,7 +83,6 @@ class Book:
         self.taxes: list[dict[str, float]] = []
         self.residuals: list[dict[str, float]] = []
         self._before: Params | None = None
-        self._forward: tuple[bool | None, str] | None = None
 
     def before(self) -> None:
         """Keep the parameters; call just before an optimizer step."""
@@ -114,7 +116,8 @@ class Book:
             self._write(name, rows.row_R, value_RT)
         self.residuals.append(residuals(texts.token_ids_NT, rows, loss))
         self.taxes.append(tax(found.columns.get("kl"), facts))
-        self.notes += [note for note in found.notes if note not in self.notes]
+        for note in found.notes:
+            self._note(note)
         self._before = None
 
     def table(self, step: int) -> dict[str, Any]:
@@ -128,15 +131,20 @@ class Book:
         return out | {f"tax/{name}": value for name, value in mean_of(self.taxes).items()}
 
     def _forward_mode(self, texts: Texts) -> bool | None:
-        if self._forward is None:
-            assert self._before is not None
-            self._forward = forward_mode(of_model(self.model, texts, self.settings.autocast), self._before)
-            if self._forward[0] is None:
-                self.notes.append(
-                    f"the model has no forward-mode path ({self._forward[1]}): the table has no predicted change and no parts. "
-                    "Load it with attn_implementation='eager' or 'sdpa'."
-                )
-        return self._forward[0]
+        assert self._before is not None
+        if self.model not in _FORWARD_MODE:
+            _FORWARD_MODE[self.model] = forward_mode(of_model(self.model, texts, self.settings.autocast), self._before)
+        is_batched, why = _FORWARD_MODE[self.model]
+        if is_batched is None:
+            self._note(
+                f"the model has no forward-mode path ({why}): the table has no predicted change and no parts. "
+                "Load it with attn_implementation='eager' or 'sdpa'."
+            )
+        return is_batched
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _write(self, name: str, row_R: Tensor, value_RT: Tensor) -> None:
         value_RT = value_RT.detach().cpu()

@@ -51,11 +51,16 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:
-    """Learning tax of one optimizer step: mean KL(after || before) over tokens at fully shared contexts, at forks, and elsewhere."""
+    """Learning tax of one optimizer step: mean KL(after || before) over tokens, by the kind of context.
+
+    ``shared``: every rollout of the group is there and takes the same token; ``both_signs``: rollouts of both signs take this token there;
+    ``discriminating``: they part there; ``other``: none of these.
+    """
     if kl_NT is None:
         return {}
-    full_NT, fork_NT = facts.sharing.is_full_NT, facts.sharing.is_fork_NT
-    sets = {"shared": full_NT, "discriminating": fork_NT, "other": facts.mask_NT & ~full_NT & ~fork_NT}
+    full_NT, both_NT, fork_NT = facts.sharing.is_full_NT, facts.sharing.is_both_NT, facts.sharing.is_fork_NT
+    other_NT = facts.mask_NT & ~full_NT & ~both_NT & ~fork_NT
+    sets = {"shared": full_NT, "both_signs": both_NT, "discriminating": fork_NT, "other": other_NT}
     out: dict[str, float] = {}
     for name, is_in_NT in sets.items():
         out |= _mean(name, kl_NT, is_in_NT)

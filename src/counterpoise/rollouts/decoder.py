@@ -90,7 +90,7 @@ def refresh(weights: Weights, model: Any) -> None:
     dtype = weights.layers[0].qkv.dtype
     for kept, layer in zip(weights.layers, model.model.layers):
         for buffer, value in zip(kept, _fused_layer(layer, dtype)):
-            if buffer is not None and buffer.data_ptr() != value.data_ptr():
+            if buffer is not None and value is not None and buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
     if weights.head_VD.data_ptr() != model.lm_head.weight.data_ptr():
         weights.head_VD.copy_(model.lm_head.weight)
@@ -100,7 +100,8 @@ def _fused_layer(layer: Any, dtype: torch.dtype) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
 
     def joined(*parts: Any) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([part.weight for part in parts]) if len(parts) > 1 else parts[0].weight
+        weights = [part.weight for part in parts]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         biases = [part.bias for part in parts]
         bias = None if biases[0] is None else torch.cat(biases).detach().to(dtype)
         return weight.detach().to(dtype), bias

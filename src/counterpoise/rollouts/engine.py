@@ -110,7 +110,7 @@ class Engine:
         num_slots = min(num_slots, self.keys.shape[1])
         if self.slots is None or len(self.slots.row_B) != num_slots:
             whole = torch.zeros(num_slots, dtype=torch.long, device=model.device)
-            self.slots, self.graphs = Slots(*(whole.clone() for _ in range(4)), whole.bool()), {}
+            self.slots, self.graphs = Slots(whole, whole.clone(), whole.clone(), whole.clone(), whole.bool()), {}
 
     def _reserve_columns(self, num_rows: int, num_tokens: int, uniform_NT: Tensor) -> None:
         device, size = uniform_NT.device, (num_rows + 1, num_tokens)

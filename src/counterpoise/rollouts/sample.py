@@ -133,7 +133,8 @@ def sample(
         else:
             how = engine_settings(max_new_tokens, settings.temperature, top_p, top_k, tuple(stop_S.tolist()), greedy)
             filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows)
-            columns = _Columns(*(column[:-1].clone() for column in filled[:4]), columns.uniform_NT)
+            token_ids_NT, logp_NT, entropy_NT, length_N = (column[:-1].clone() for column in filled[:4])
+            columns = _Columns(token_ids_NT, logp_NT, entropy_NT, length_N, columns.uniform_NT)
     return _finished(columns, prompt_index, pad_id, stop_S)
 
 

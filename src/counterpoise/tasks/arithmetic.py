@@ -38,8 +38,8 @@ class Arithmetic:
     """Signed sums, e.g. ``What is 7 - 3 + 12 - 8 + 2 + 5?``.
 
     Args:
-        difficulty: ``easy`` (4 terms up to 9), ``medium`` (6 terms up to 12: 95 million problems) or ``hard`` (8 terms up to 20).
-        terms, max_number: override what the difficulty sets.
+        difficulty: ``easy`` (4 terms up to 12), ``medium`` (6 terms up to 12: 35 million problems) or ``hard`` (8 terms up to 20).
+        terms, max_number, max_total: override what the difficulty sets; running totals stay between 0 and ``max_total``.
 
     A problem belongs to ``test`` if a hash of its text says so (one in ten), so no seed and no difficulty can mix the splits.
 
@@ -85,7 +85,9 @@ class Arithmetic:
                 return Prompt(problem, f"What is {problem}?", str(sum(numbers)), {"numbers": numbers})
 
     def _numbers(self, rng: random.Random) -> tuple[int, ...]:
-        assert self.terms is not None and self.max_number is not None and self.max_total is not None
+        assert self.terms is not None
+        assert self.max_number is not None
+        assert self.max_total is not None
         numbers = [rng.randint(1, min(self.max_number, self.max_total))]
         while len(numbers) < self.terms:
             number = rng.randint(1, self.max_number) * rng.choice((1, -1))
@@ -113,7 +115,7 @@ def demonstration(prompt: Prompt, rng: random.Random) -> str:
     """A correct worked answer in phrasings drawn from ``rng``.
 
     >>> demonstration(Prompt("", "What is 7 - 3?", "4", {"numbers": (7, -3)}), random.Random(1))
-    'Let us work it out step by step. The first term is 7. Then 7 less 3 is 4. So the answer is 4.'
+    'Let us work it out step by step. The first term is 7. Then 7 less 3 makes 4. So the answer is 4.'
     """
     first, *rest = prompt.meta["numbers"]
     parts, total = [rng.choice(OPENINGS), rng.choice(STARTS).format(first)], first

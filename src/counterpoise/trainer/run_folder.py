@@ -88,4 +88,4 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     here = Path(__file__).parent
     done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None

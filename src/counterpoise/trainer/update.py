@@ -33,7 +33,7 @@ def take_step(
     """Accumulate the gradient of the step's rows over micro-batches, clip it, step. The cut into micro-batches changes no result."""
     rows = prepared(model, method, rows, collected, config)
     batch, temperature = collected.batch, config.rollouts.temperature
-    logp_NT, parts = torch.zeros_like(rows.sampler_logp_NT), []
+    parts: list[tuple[Tensor, ...]] = []
     cuts = micro_batches(rows, collected, config.optimizer.token_budget)
     for pick_R in cuts:
         micro = rows.select(pick_R)
@@ -47,16 +47,15 @@ def take_step(
             )
         loss = method.loss(trainer_logp_NT, micro)
         (loss.loss_NT * micro.scale_NT).sum().backward()
-        logp_NT[pick_R] = trainer_logp_NT.detach()
-        parts.append(TokenLoss(*(column.detach() for column in loss)))
+        parts.append(tuple(column.detach() for column in (trainer_logp_NT, *loss)))
     order_R = torch.cat(cuts).argsort()
-    whole = TokenLoss(*(torch.cat(columns)[order_R] for columns in zip(*parts)))
+    logp_NT, *columns = (torch.cat(column)[order_R] for column in zip(*parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     clip_factor = clip_(parameters, grad_norm, config.optimizer.clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return Update(rows, logp_NT, whole, grad_norm, clip_factor, optimizer.param_groups[0]["lr"])
+    return Update(rows, logp_NT, TokenLoss(*columns), grad_norm, clip_factor, optimizer.param_groups[0]["lr"])
 
 
 def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:

@@ -77,32 +77,42 @@ export function placed(anchor, b) {
   return { place, rank };
 }
 
-// Columns of all rollouts: column[i] of every token, cells of every column. Gives way to the page every few milliseconds.
-export async function aligned(rows, anchor, code, width, isStale) {
-  const own = code.subarray(rows[anchor].start, rows[anchor].end);
-  const places = [];
+// Calls act for every row, giving way to the page every few milliseconds; false if the work was no longer wanted.
+async function patiently(rows, isStale, act) {
   let since = performance.now();
-  for (const row of rows) {
-    places.push(placed(own, code.subarray(row.start, row.end)));
+  for (let r = 0; r < rows.length; r += 1) {
+    act(rows[r], r);
     if (performance.now() - since > 12) {
       await new Promise((go) => setTimeout(go));
-      if (isStale()) return null;
+      if (isStale()) return false;
       since = performance.now();
     }
   }
+  return true;
+}
+
+// Columns of all rollouts: column[i] of every token, cells of every column.
+export async function aligned(rows, anchor, code, width, isStale) {
+  const own = code.subarray(rows[anchor].start, rows[anchor].end);
+  const places = [];
   const extra = new Int32Array(own.length + 1);
-  for (const { place, rank } of places) for (let t = 0; t < place.length; t += 1) extra[place[t] + 1] = Math.max(extra[place[t] + 1], rank[t]);
+  const isDone = await patiently(rows, isStale, (row) => {
+    const { place, rank } = placed(own, code.subarray(row.start, row.end));
+    for (let t = 0; t < place.length; t += 1) if (rank[t] > extra[place[t] + 1]) extra[place[t] + 1] = rank[t];
+    places.push({ place, rank });
+  });
+  if (!isDone) return null;
   const first = new Int32Array(own.length + 2);
   for (let p = 0; p <= own.length; p += 1) first[p + 1] = first[p] + extra[p] + (p === 0 ? 0 : 1);
   const columnOf = new Int32Array(code.length);
   const cellsOf = new Int32Array(first[own.length + 1]).fill(1);
-  rows.forEach((row, r) => {
-    for (let t = 0; t < places[r].place.length; t += 1) {
-      const place = places[r].place[t] + 1;
-      const column = place === 0 ? places[r].rank[t] - 1 : first[place] + places[r].rank[t];
+  const isPlaced = await patiently(rows, isStale, (row, r) => {
+    const { place, rank } = places[r];
+    for (let t = 0; t < place.length; t += 1) {
+      const column = place[t] < 0 ? rank[t] - 1 : first[place[t] + 1] + rank[t];
       columnOf[row.start + t] = column;
       cellsOf[column] = Math.max(cellsOf[column], Math.min(24, width[code[row.start + t]]));
     }
   });
-  return { columnOf, cellsOf };
+  return isPlaced ? { columnOf, cellsOf } : null;
 }

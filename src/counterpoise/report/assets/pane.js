@@ -4,8 +4,10 @@ import { aligned } from "./align.js";
 import { GAP, HEAD, LINE, brokenLines, lastAtMost, stacked } from "./layout.js";
 import { element, number, signed } from "./text.js";
 
-const OVERSCAN = 300;
-const BLOCK = 24; // columns of the aligned layout that are drawn together
+const NEAR = 44; // pixels around what is in sight
+const FAR = 240;
+const MAX_LIVE = 600;
+const BLOCK = 8; // columns of the aligned layout that are drawn together
 const SIDES = [[1, "positive advantage"], [-1, "negative advantage"], [0, "no advantage"]];
 
 export class Pane {
@@ -19,6 +21,7 @@ export class Pane {
     this.layout = "text";
     this.version = 0;
     place.addEventListener("scroll", () => this.draw(), { passive: true });
+    this.later = 0;
     place.addEventListener("mouseover", (event) => this.withToken(event, onHover));
     place.addEventListener("click", (event) => this.withToken(event, onPick));
     new ResizeObserver(() => this.arrange()).observe(place);
@@ -89,16 +92,26 @@ export class Pane {
     this.grid = null;
   }
 
+  // what is in sight at once; a wider margin around it when scrolling rests
   draw() {
+    this.drawWithin(NEAR);
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.drawWithin(FAR), 70);
+  }
+
+  drawWithin(margin) {
     const wanted = new Map();
-    const top = this.place.scrollTop - OVERSCAN;
-    const bottom = this.place.scrollTop + this.place.clientHeight + OVERSCAN;
+    const { scrollLeft } = this.place; // read before anything is written: reading it later would lay the page out again
+    const top = this.place.scrollTop - margin;
+    const bottom = this.place.scrollTop + this.place.clientHeight + margin;
     if (this.sides) for (const side of this.sides) this.wantText(side, top, bottom, wanted);
-    if (this.grid) this.wantGrid(top, bottom, wanted);
-    for (const [key, old] of this.live) {
-      if (!wanted.has(key)) {
-        old.remove();
-        this.live.delete(key);
+    if (this.grid) this.wantGrid(wanted);
+    if (margin === FAR || this.live.size > MAX_LIVE) {
+      for (const [key, old] of this.live) {
+        if (!wanted.has(key)) {
+          old.remove();
+          this.live.delete(key);
+        }
       }
     }
     const fresh = document.createDocumentFragment();
@@ -110,7 +123,7 @@ export class Pane {
       }
     }
     this.canvas.append(fresh);
-    if (this.grid) for (const [key, made] of this.live) if (key[0] === "g") made.style.left = `${this.place.scrollLeft}px`;
+    if (this.grid) for (const [key, made] of this.live) if (key[0] === "g") made.style.left = `${scrollLeft}px`;
   }
 
   wantText(side, top, bottom, wanted) {
@@ -128,10 +141,10 @@ export class Pane {
     }
   }
 
-  wantGrid(top, bottom, wanted) {
+  wantGrid(wanted) {
     const { rows, columnOf, lefts } = this.grid;
-    const left = this.place.scrollLeft - OVERSCAN;
-    const right = this.place.scrollLeft + this.place.clientWidth + OVERSCAN;
+    const { scrollTop, scrollLeft, clientWidth, clientHeight } = this.place;
+    const [top, bottom, left, right] = [scrollTop - NEAR, scrollTop + clientHeight + NEAR, scrollLeft - NEAR, scrollLeft + clientWidth + NEAR];
     const firstBlock = Math.floor(lastAtMost(lefts, left - 150) / BLOCK);
     const lastBlock = Math.floor(lastAtMost(lefts, right - 150) / BLOCK);
     for (let r = Math.max(0, Math.floor((top - 30) / 28)); r < rows.length && 30 + r * 28 < bottom; r += 1) {

@@ -1,0 +1,95 @@
+"""``counterpoise doctor``"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from counterpoise.hosts.check import Check, check_trl, is_installed, version_of
+
+PACKAGES = ("counterpoise", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "verl", "vllm", "ray", "pyarrow")
+# host -> (package, extra, where its check lives)
+HOSTS = {"trl": ("trl", "trl", "counterpoise.hosts.check"), "verl": ("verl", "verl", "counterpoise.hosts.verl")}
+
+
+def doctor(
+    host: Annotated[str | None, typer.Argument(help="Look at one host: trl or verl.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Versions, devices, hosts: what is there, what got registered, what is broken and the fix. Ends with 1 if something is.
+
+    Trains a tiny model for two updates to prove that credit reaches the host's loss. Example: `counterpoise doctor trl`
+    """
+    from counterpoise.build import nearest
+
+    if host is not None and host not in HOSTS:
+        raise ValueError(f"unknown host {host!r}. {nearest(host, HOSTS)}")
+    machine = machine_facts()
+    found = {name: check_host(name) for name in ([host] if host else HOSTS)}
+    is_broken = any(not check.is_ok for checks in found.values() for check in checks or [])
+    if json_:
+        hosts = {name: None if checks is None else [check._asdict() for check in checks] for name, checks in found.items()}
+        print(json.dumps({"machine": machine, "hosts": hosts}, indent=1))
+    else:
+        print(report(machine, found))
+    if is_broken:
+        sys.exit(1)
+
+
+def machine_facts() -> dict[str, Any]:
+    """Python, packages, CPU and GPU."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+    }
+
+
+def check_host(name: str) -> list[Check] | None:
+    """The host's checks; None if it is not installed."""
+    package, _, module = HOSTS[name]
+    if not is_installed(package):
+        return None
+    if name == "trl":
+        return _quietly(check_trl)
+    if importlib.util.find_spec(module) is None:
+        return [Check(name, False, f"installed, but this counterpoise has no {module}", "pip install -U counterpoise")]
+    return _quietly(getattr(importlib.import_module(module), f"check_{name}"))
+
+
+def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str:
+    """Text for a person."""
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    lines = [f"python {machine['python']} on {machine['platform']}: {machine['cores']} cores, {gpus}"]
+    lines += [f"  {name:<13} {version or 'not installed'}" for name, version in machine["packages"].items()]
+    for name, checks in found.items():
+        lines.append(f"host {name}")
+        if checks is None:
+            lines.append(f"  not installed: pip install 'counterpoise[{HOSTS[name][1]}]'")
+        for check in checks or []:
+            lines.append(f"  {'ok    ' if check.is_ok else 'BROKEN'}  {check.name}: {check.found}")
+            lines += [] if check.is_ok else [f"          fix: {check.fix}"]
+    return "\n".join(lines)
+
+
+def _quietly(look: Callable[[], list[Check]]) -> list[Check]:
+    """The checks train; what their trainer prints is not part of the report."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()):
+        return look()

@@ -1,0 +1,140 @@
+"""The causal masking probe: what a token's change owes to three peers, by leaving their gradient out of the update.
+
+``tau = delta_full - delta_masked``. The gradient of a step is a sum over tokens, so the masked one is the full one minus that of the peers:
+one small backward, one optimizer step, one row to score. The clip factor is that of the full update, so that nothing but the peers'
+gradient is missing.
+
+Axes: R rows of the step, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from counterpoise.ledger import LogProbs, Params, Snapshot, class_gradients, restore, snapshot, trainable
+from counterpoise.types import Rows
+
+HIGH_ENTROPY = 0.8  # the top fifth of the step's tokens
+SET_SIZE = 3
+
+Token = tuple[int, int]  # row of the step, position
+
+
+class Bucket(NamedTuple):
+    """What the peers are, seen from the target."""
+
+    token: str
+    entropy: str
+    sign: str
+
+
+BUCKETS = [Bucket(a, b, c) for a in ("same", "different") for b in ("high", "low") for c in ("positive", "negative")]
+
+
+class FullUpdate(NamedTuple):
+    """An update ready to be taken again without some tokens. ``weight_RT`` = coef * scale * clip factor."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    saved: Snapshot
+    logprobs: LogProbs
+    before: Params
+    weight_RT: Tensor
+    grads: Params
+
+    def change(self, target: Token, left_out: Sequence[Token] = ()) -> float:
+        """The target's change of log-prob if the tokens in ``left_out`` bring no gradient; model and optimizer are put back."""
+        row_R = torch.tensor([target[0]], device=self.weight_RT.device)
+        grads = self.grads
+        if left_out:
+            peers = gradient(self.logprobs, self.before, only(self.weight_RT, left_out))
+            grads = {name: value - peers[name] for name, value in grads.items()}
+        try:
+            for name, p in self.model.named_parameters():
+                p.grad = -grads[name] if name in grads else None
+            self.optimizer.step()
+            with torch.no_grad():
+                after = self.logprobs.reverse(trainable(self.model), row_R)[0, target[1]]
+        finally:
+            restore(self.saved, self.model, self.optimizer)
+        with torch.no_grad():
+            start = self.logprobs.reverse(trainable(self.model), row_R)[0, target[1]]
+        return float(after.double() - start.double())
+
+
+def full_update(model: nn.Module, optimizer: torch.optim.Optimizer, logprobs: LogProbs, weight_RT: Tensor) -> FullUpdate:
+    """The update with gradient ``sum_k weight_k grad logp_k`` (an ascent direction)."""
+    before = {name: value.clone() for name, value in trainable(model).items()}
+    return FullUpdate(
+        model, optimizer, snapshot(model, optimizer), logprobs, before, weight_RT, gradient(logprobs, before, weight_RT)
+    )
+
+
+def gradient(logprobs: LogProbs, params: Params, weight_RT: Tensor) -> Params:
+    return {name: value[0] for name, value in class_gradients(logprobs, params, weight_RT[None]).items()}
+
+
+def only(weight_RT: Tensor, tokens: Sequence[Token]) -> Tensor:
+    """The weights of some tokens, 0 elsewhere."""
+    out_RT = torch.zeros_like(weight_RT)
+    for r, t in tokens:
+        out_RT[r, t] = weight_RT[r, t]
+    return out_RT
+
+
+def tau(update: FullUpdate, target: Token, peers: Sequence[Token]) -> float:
+    """What the peers brought to the target: delta_full - delta_masked."""
+    return update.change(target) - update.change(target, peers)
+
+
+def causal_rows(
+    update: FullUpdate, rows: Rows, token_ids_RT: Tensor, entropy_RT: Tensor, num_targets: int, seed: int
+) -> list[dict[str, Any]]:
+    """tau of randomly chosen targets under one random set of peers a bucket, one row each.
+
+    Targets are among the top fifth of entropy: a confident token hardly couples to anything. Peers answer the same prompt in other rollouts
+    and have weight in the update. A bucket with fewer than three of them is left out.
+    """
+    out = []
+    for target, is_high_RT in chosen_targets(rows, entropy_RT, num_targets, seed):
+        delta_full = None
+        for k, bucket in enumerate(BUCKETS):
+            pool_RT = candidates(target, bucket, rows, token_ids_RT, is_high_RT, update.weight_RT)
+            found = [(int(r), int(t)) for r, t in pool_RT.nonzero().tolist()]
+            if len(found) < SET_SIZE:
+                continue
+            rng = np.random.default_rng([seed, *target, k])
+            peers = [found[i] for i in rng.choice(len(found), SET_SIZE, replace=False)]
+            delta_full = update.change(target) if delta_full is None else delta_full
+            effect = delta_full - update.change(target, peers)
+            pull = float(sum(abs(update.weight_RT[peer]) for peer in peers))
+            known = {"group": int(rows.group_N[target[0]]), "row": target[0], "position": target[1], **bucket._asdict()}
+            out.append({**known, "delta_full": delta_full, "tau": effect, "pull": pull})
+    return out
+
+
+def chosen_targets(rows: Rows, entropy_RT: Tensor, num: int, seed: int) -> Iterator[tuple[Token, Tensor]]:
+    """Random tokens of the top fifth of entropy in rollouts with an advantage, spread over the step; with the mask of that fifth."""
+    level = torch.quantile(entropy_RT[rows.mask_NT].double(), HIGH_ENTROPY)
+    is_high_RT = (entropy_RT >= level) & rows.mask_NT
+    pool = (is_high_RT & (rows.advantage_N != 0)[:, None]).nonzero().tolist()
+    if not pool:
+        raise ValueError("coupling: no rollout of this step has an advantage, so nothing is pushed. Choose another step.")
+    for i in np.random.default_rng(seed).permutation(len(pool))[:num]:
+        yield (pool[i][0], pool[i][1]), is_high_RT
+
+
+def candidates(target: Token, bucket: Bucket, rows: Rows, token_ids_RT: Tensor, is_high_RT: Tensor, weight_RT: Tensor) -> Tensor:
+    """Tokens of other rollouts of the target's prompt that are in the bucket and have weight in the update."""
+    row, position = target
+    is_peer_R = rows.group_N == rows.group_N[row]
+    is_peer_R[row] = False
+    sign_R = rows.advantage_N > 0 if bucket.sign == "positive" else rows.advantage_N < 0
+    is_same_RT = token_ids_RT == token_ids_RT[row, position]
+    in_RT = (is_peer_R & sign_R)[:, None] & rows.mask_NT & (weight_RT != 0)
+    return in_RT & (is_same_RT if bucket.token == "same" else ~is_same_RT) & (is_high_RT if bucket.entropy == "high" else ~is_high_RT)

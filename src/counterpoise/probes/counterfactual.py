@@ -1,0 +1,121 @@
+"""E3: one optimizer step taken in full, with positives only, with negatives only, and at the head alone.
+
+Each variant starts from the same bit-exact snapshot. ``_fresh`` variants forget the optimizer's momentum first, so that the step holds this
+batch's gradient alone. The claim: against positives only, the full update moves change from template to reasoning tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from counterpoise.ledger.changes import change_sign
+from counterpoise.probes.intervals import clustered, error_bars, interval, means
+from counterpoise.probes.output import Output
+from counterpoise.probes.scene import Scene
+from counterpoise.probes.updates import tried
+from counterpoise.types import Rows
+
+SIDES = {"full": (-1, 0, 1), "positives": (1,), "negatives": (-1,)}
+VARIANTS = ("full", "positives", "negatives", "head", "full_fresh", "positives_fresh", "negatives_fresh")
+
+
+def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
+    """Changes of every token of the batch's first optimizer step under each variant, and how they spread over categories."""
+    rows = scene.rows
+    parts = [
+        output.table(name, lambda name=name: token_rows(scene, rows, name, *deltas(scene, rows, name))) for name in VARIANTS
+    ]
+    table = pd.concat(parts)
+    numbers = {"num_tokens": len(parts[0]), "num_prompts": int(parts[0]["group"].nunique())}
+    numbers |= {"flip": flip_numbers(table), "share_by_category": category_shares(table)}
+    numbers["share_full_minus_positives"] = share_difference(table, "full", "positives")
+    numbers["share_full_minus_positives_fresh"] = share_difference(table, "full_fresh", "positives_fresh")
+    numbers["rank_correlation_with_full"] = rank_correlations(parts)
+    return figure(numbers["share_by_category"]), numbers
+
+
+def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
+    """Tokens of rollouts whose advantage has one of the signs."""
+    wanted = torch.tensor(signs, device=rows.advantage_N.device)
+    return torch.isin(rows.advantage_N.sign().long(), wanted)[:, None] & rows.mask_NT
+
+
+def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
+    """The change of every token under a variant, [R, T], and the noise floor."""
+    if variant == "head":
+        found = tried(scene, rows)
+        if found.head_delta_RT is None:
+            raise ValueError("counterfactual: the model's head is not plain, so there is no head-only update. Choose another model.")
+        return found.head_delta_RT, found.scores.noise_floor
+    side, _, fresh = variant.partition("_")
+    found = tried(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
+    return found.delta_RT, found.scores.noise_floor
+
+
+def token_rows(scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: float) -> list[dict[str, Any]]:
+    """One row a token."""
+    change_RT, categories = change_sign(delta_RT, noise_floor), scene.categories(rows.row_R)
+    out = []
+    for r, (number, group, sign) in enumerate(zip(rows.row_R.tolist(), rows.group_N.tolist(), rows.advantage_N.sign().tolist())):
+        for t, name in enumerate(categories[r]):
+            known = {"variant": variant, "group": group, "rollout": number, "position": t, "category": name, "sign": int(sign)}
+            out.append({**known, "delta": float(delta_RT[r, t]), "change": int(change_RT[r, t])})
+    return out
+
+
+def flip_numbers(table: pd.DataFrame) -> dict[str, Any]:
+    """Flip rate by variant and sign."""
+    out: dict[str, Any] = {}
+    for name, part in table.groupby("variant", sort=False):
+        flip = (part["change"] * part["sign"] < 0).astype(float)
+        out[str(name)] = means(flip, {side: part["sign"] == s for side, s in (("positive", 1), ("negative", -1))}, part["group"])
+    return out
+
+
+def category_shares(table: pd.DataFrame) -> dict[str, Any]:
+    """Each category's share of sum |delta|, by variant, beside its share of tokens."""
+    names = sorted(table["category"].unique())
+    out: dict[str, Any] = {}
+    for variant, part in table.groupby("variant", sort=False):
+        size = part["delta"].abs().to_numpy()
+        ratio_BK = clustered([size * (part["category"] == c).to_numpy() for c in names], [size] * len(names), part["group"].to_numpy())
+        out[str(variant)] = {c: interval(ratio_BK[:, k]) for k, c in enumerate(names)}
+    first = table[table["variant"] == table["variant"].iloc[0]]
+    one = np.ones(len(first))
+    ratio_BK = clustered([one * (first["category"] == c).to_numpy() for c in names], [one] * len(names), first["group"].to_numpy())
+    out["tokens"] = {c: interval(ratio_BK[:, k]) for k, c in enumerate(names)}
+    return out
+
+
+def share_difference(table: pd.DataFrame, first: str, second: str) -> dict[str, Any]:
+    """Difference of the categories' shares between two variants; prompts are drawn jointly (the tokens are the same)."""
+    a, b = (table[table["variant"] == name].reset_index(drop=True) for name in (first, second))
+    names = sorted(a["category"].unique())
+    sizes = [part["delta"].abs().to_numpy() for part in (a, b)]
+    masks = [(a["category"] == c).to_numpy() for c in names]
+    ratio_BK = clustered([s * m for s in sizes for m in masks], [s for s in sizes for _ in masks], a["group"].to_numpy())
+    k = len(names)
+    return {c: interval(ratio_BK[:, i] - ratio_BK[:, k + i]) for i, c in enumerate(names)}
+
+
+def rank_correlations(parts: list[pd.DataFrame]) -> dict[str, float]:
+    """Spearman's rank correlation of each variant's change with the full one's."""
+    full = parts[0]["delta"]
+    return {name: round(float(full.corr(part["delta"], method="spearman")), 4) for name, part in zip(VARIANTS, parts)}
+
+
+def figure(shares: dict[str, Any]) -> go.Figure:
+    """Shares of the update by category."""
+    out = go.Figure()
+    for variant in ("tokens", "full", "positives", "negatives", "head"):
+        found = shares[variant]
+        mean = [found[c]["mean"] for c in found]
+        out.add_bar(x=list(found), y=mean, name=variant, error_y=error_bars(list(found.values())))
+    out.update_layout(title="Share of the update by token category", barmode="group")
+    return out.update_yaxes(title="share of sum |delta log-prob|")

@@ -1,0 +1,94 @@
+"""E2: which tokens push which. The head's kernel over pairs of tokens, and the causal masking probe over all parameters.
+
+The claim: identical tokens of low confidence couple; different or confident ones hardly do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+
+from counterpoise.ledger import coupling_table, head_kernel, of_model
+from counterpoise.ledger.account import head_state
+from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
+from counterpoise.probes.intervals import clustered, error_bars, interval, means
+from counterpoise.probes.output import Output
+from counterpoise.probes.scene import Scene
+from counterpoise.probes.updates import tried
+from counterpoise.trainer.collect import autocast
+
+
+
+def probe(scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0) -> tuple[go.Figure, dict[str, Any]]:
+    """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in 8 buckets."""
+    pairs = output.table("head", lambda: head_rows(scene, tokens))
+    causal = output.table("causal", lambda: masked_rows(scene, targets, seed))
+    numbers = {"head": head_numbers(pairs), "causal": causal_numbers(causal), "num_targets": len(causal[["row", "position"]].drop_duplicates())}
+    return figure(numbers["causal"]), numbers
+
+
+def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
+    """The coupling table of all pairs (prompt ``-1``), and that of each prompt's own pairs, for intervals over prompts."""
+    rows = scene.rows
+    texts = scene.texts(rows.row_R)
+    with torch.no_grad():
+        state = head_state(scene.policy.model, texts)
+    has_sign_M = (rows.advantage_N.sign()[:, None].expand_as(rows.mask_NT)[rows.mask_NT] != 0).nonzero().flatten()
+    if len(has_sign_M) < 2:
+        raise ValueError(f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes another. Choose another step.")
+    pick_M = has_sign_M[torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()]
+    target_M = texts.token_ids_NT[texts.mask_NT][pick_M]
+    prompt_M, sign_M = (column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M] for column in (rows.group_N, rows.advantage_N.sign()))
+    out = []
+    for prompt in [-1, *prompt_M.unique().tolist()]:
+        at = torch.ones_like(prompt_M, dtype=torch.bool) if prompt == -1 else prompt_M == prompt
+        kernel = head_kernel(state.hidden_MD[pick_M[at]], state.head.weight_VD, target_M[at], state.head.bias_V)
+        out += [{"group": prompt, **row} for row in coupling_table(kernel, target_M[at], prompt_M[at], sign_M[at])]
+    return out
+
+
+def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
+    """The causal probe on the batch's first optimizer step as it was taken."""
+    rows, model = scene.rows, scene.policy.model
+    found = tried(scene, rows)
+    texts = scene.texts(rows.row_R)
+    weight_RT = found.update.loss.coef_NT * rows.scale_NT * found.update.clip_factor
+    update = full_update(model, scene.optimizer, of_model(model, texts, lambda: autocast(model)), weight_RT)
+    return causal_rows(update, rows, texts.token_ids_NT, found.scores.entropy_NT, targets, seed)
+
+
+def head_numbers(pairs: pd.DataFrame) -> dict[str, Any]:
+    """Mean |kernel| of same-prompt pairs by token and confidence, intervals over prompts; the same of all pairs without intervals."""
+    out: dict[str, Any] = {}
+    own = pairs[pairs["group"] >= 0]
+    for (token, confidence), part in own.groupby(["token", "confidence"], sort=False):
+        total = (part["mean_abs_kernel"] * part["pairs"]).to_numpy()
+        ratio_BK = clustered([total], [part["pairs"].to_numpy(float)], part["group"].to_numpy())
+        out[f"{token}/{confidence}"] = {"pairs": int(part["pairs"].sum()), **interval(ratio_BK[:, 0])}
+    whole = pairs[pairs["group"] < 0]
+    for (token, prompt), part in whole.groupby(["token", "prompt"], sort=False):
+        total = float((part["mean_abs_kernel"] * part["pairs"]).sum())
+        out[f"{token}/{prompt}_prompt"] = {"pairs": int(part["pairs"].sum()), "mean": total / float(part["pairs"].sum())}
+    return out
+
+
+def causal_numbers(causal: pd.DataFrame) -> dict[str, Any]:
+    """Mean tau and mean tau in the direction of the peers' advantage, by bucket, intervals over prompts."""
+    if not len(causal):
+        raise ValueError("coupling: no bucket has three peers for any target. Take more targets, a larger group, or another step.")
+    names = {"/".join(bucket): (causal[list(bucket._fields)] == list(bucket)).all(axis=1) for bucket in BUCKETS}
+    aligned = causal["tau"] * causal["sign"].map({"positive": 1.0, "negative": -1.0})
+    tau, along = (means(value, names, causal["group"]) for value in (causal["tau"], aligned))
+    size = means(causal["tau"].abs(), names, causal["group"])
+    return {name: {"num": int(names[name].sum()), "tau": tau[name], "aligned": along[name], "size": size[name]} for name in tau}
+
+
+def figure(causal: dict[str, Any]) -> go.Figure:
+    """tau in the direction of the peers' advantage."""
+    out = go.Figure()
+    out.add_bar(x=list(causal), y=[v["aligned"]["mean"] for v in causal.values()], error_y=error_bars([v["aligned"] for v in causal.values()]))
+    out.update_layout(title="What three peers bring to a token: tau x sign of their advantage")
+    return out.update_xaxes(title="peers: token / entropy / sign of their advantage").update_yaxes(title="change of log-prob")

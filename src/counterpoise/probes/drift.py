@@ -1,0 +1,92 @@
+"""Solution drift: a frozen bank of verified, distinct solutions, scored by every checkpoint of the run up to the step.
+
+Learning that only removes wrong answers leaves the log-odds between right answers alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from counterpoise.files import step_of
+from counterpoise.ledger import drift, filled, restore, snapshot
+from counterpoise.probes.intervals import error_bars, means
+from counterpoise.probes.output import Output
+from counterpoise.probes.scene import Scene
+from counterpoise.rollouts import measure
+from counterpoise.trainer import checkpoint
+from counterpoise.trainer.collect import autocast
+from counterpoise.trainer.store import read_rollouts
+
+Entry = dict[str, Any]
+
+
+def probe(scene: Scene, output: Output, *, size: int = 64) -> tuple[go.Figure, dict[str, Any]]:
+    """|log-odds change| between the first two solutions of each prompt of a bank, and the entropy over its solutions, by checkpoint."""
+    table = output.table("bank", lambda: bank_rows(scene, size))
+    numbers: dict[str, Any] = {"num_prompts": int(table["prompt"].nunique()), "steps": sorted(table["step"].unique().tolist())}
+    for quantity in ("log_odds_change", "entropy"):
+        sets = {str(step): table["step"] == step for step in numbers["steps"]}
+        numbers[quantity] = means(table[quantity], sets, table["prompt"])
+    return figure(numbers), numbers
+
+
+def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
+    """One row a prompt and checkpoint; the bank is filled from the earliest saved rollouts on."""
+    bank = solution_bank(scene, size)
+    model, optimizer = scene.policy.model, scene.optimizer
+    paths = [path for path in checkpoint.checkpoints(scene.run_dir) if step_of(path) <= scene.step]
+    saved, out = snapshot(model, optimizer), []
+    try:
+        for path in paths:
+            checkpoint.load_weights(path, model)
+            for k, entry in enumerate(bank):
+                found, (bank[k],) = drift([entry], lambda prompts, solutions: score(scene, prompts, solutions))
+                out.append({"prompt": entry["prompt_id"], "step": step_of(path), **{n: found[n] for n in ("log_odds_change", "entropy")}})
+    finally:
+        restore(saved, model, optimizer)
+    return out
+
+
+def solution_bank(scene: Scene, size: int) -> list[Entry]:
+    """Prompts with two distinct verified solutions among the rollouts saved up to the step."""
+    bank: list[Entry] = []
+    for path in sorted((scene.run_dir / "rollouts").glob("step_*.parquet")):
+        if step_of(path) <= scene.step and len(bank) < size:
+            bank = extended(bank, size, path)
+    if not bank:
+        raise ValueError(
+            f"drift: no prompt up to step {scene.step} has two distinct verified solutions, so there is no bank. "
+            "Raise rollouts.group_size, take an easier task, or a later step."
+        )
+    return bank
+
+
+def extended(bank: list[Entry], size: int, path: Path) -> list[Entry]:
+    found = read_rollouts(path)
+    batch = found.batch
+    ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT, batch.mask_NT)]
+    names = [found.prompts[g].id for g in batch.group_N.tolist()]
+    return filled(bank, size, names, found.prompt_ids, ids, (batch.reward_N > 0.5).tolist())
+
+
+def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
+    """Log-prob of each solution as a sequence."""
+    width, device = max(map(len, solutions)), scene.policy.model.device
+    ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
+    mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions], device=device)
+    settings = {"temperature": scene.config.rollouts.temperature, "token_budget": scene.config.optimizer.token_budget}
+    with autocast(scene.policy.model):
+        return measure(scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
+
+
+def figure(numbers: dict[str, Any]) -> go.Figure:
+    """Drift over training."""
+    out, found = go.Figure(), numbers["log_odds_change"]
+    out.add_scatter(x=[int(s) for s in found], y=[v["mean"] for v in found.values()], error_y=error_bars(list(found.values())), mode="lines+markers")
+    out.update_layout(title="How far the log-odds between verified solutions have moved", xaxis_title="rollout batch")
+    return out.update_yaxes(title="mean |change of log-odds|, nats")

@@ -1,0 +1,104 @@
+"""What is left at tokens that good and bad rollouts share, under several losses: sequence coupling (M1) and sign-dependent clipping (M2) on and off.
+
+At a shared trie node all rollouts bring the same gradient. With centred advantages it cancels where their weights are equal. All losses get the
+same advantages (reward minus group mean), the same reduction (one constant) and the same off-policy log-probs: those of the policy after all
+but the last of the batch's own optimizer steps. With one optimizer step a batch all ratios are 1 and there is nothing to see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+
+from counterpoise.ledger import restore, sharing, snapshot
+from counterpoise.ledger.residual import residual
+from counterpoise.methods import Method
+from counterpoise.presets import method as make_method
+from counterpoise.probes.intervals import error_bars, means
+from counterpoise.probes.output import Output
+from counterpoise.probes.scene import Scene
+from counterpoise.rollouts import measure
+from counterpoise.trainer.collect import autocast
+from counterpoise.trainer.loop import set_rate
+from counterpoise.trainer.update import take_step
+from counterpoise.trie import prefix_nodes
+
+NO_CLIP = {"clip_low": 1e6, "clip_high": 1e6}
+# name -> (M1 sequence coupling, M2 sign-dependent clipping, axes)
+LOSSES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    "token ratio": (False, False, {"loss": {"name": "detached_ratio", **NO_CLIP}}),
+    "token ratio, clipped": (False, True, {"loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}}),
+    "token ratio, symmetric clip": (False, False, {"loss": {"name": "symmetric_clip", "clip": 0.2}}),
+    "sequence ratio": (True, False, {"loss": {"name": "sequence_ratio", **NO_CLIP}}),
+    "sequence ratio, clipped": (True, True, {"loss": "sequence_ratio"}),
+    "DFPO min": (False, False, {"loss": {"name": "dfpo", "transform": "min"}}),
+    "DFPO orth": (False, False, {"loss": {"name": "dfpo", "transform": "orth"}}),
+    "reinforce": (False, False, {"loss": "reinforce"}),
+    "reinforce, per-sequence mean": (False, False, {"loss": "reinforce", "reduction": "per_sequence"}),
+}
+BASE = {"advantage": "group_mean", "credit": [], "reduction": "constant_length", "controller": None, "plan": "query_preserved"}
+
+
+def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
+    """Residual |sum A alpha| / sum |A alpha| of nodes that whole groups with both signs share, by loss; intervals over prompts."""
+    if len(scene.plan) < 2:
+        raise ValueError("exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with optimizer.steps_per_batch above 1.")
+    table = output.table("nodes", lambda: node_rows(scene))
+    if not len(table):
+        raise ValueError(f"exchangeability: no token of step {scene.step} is shared by a whole group with both signs. Choose another step.")
+    numbers: dict[str, Any] = {}
+    for name, (m1, m2, _) in LOSSES.items():
+        part = table[table["loss"] == name]
+        found = means(part["residual"], {"all": part["residual"] >= 0}, part["group"])["all"]
+        numbers[name] = {"M1": m1, "M2": m2, "num_nodes": len(part), **found}
+    return figure(numbers), numbers
+
+
+def node_rows(scene: Scene) -> list[dict[str, Any]]:
+    """One row a node and loss."""
+    batch, logp_NT = scene.collected.batch, off_policy_logp(scene)
+    everyone = torch.arange(batch.num_rollouts)
+    out = []
+    for name, (_, _, axes) in LOSSES.items():
+        chosen: Method = make_method("dr_grpo", **(BASE | axes))
+        credit = chosen.assign(batch)
+        rows = chosen.prepare(logp_NT, chosen.rows(batch, credit, everyone))
+        loss = chosen.loss(logp_NT, rows)
+        nodes = prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N)
+        value_M = residual((loss.coef_NT * rows.scale_NT).double(), nodes)
+        shared = sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, credit.advantage_N)
+        whole_NT = shared.is_full_NT & shared.is_both_NT
+        group_M = torch.zeros_like(nodes.size_M).index_put(
+            (nodes.node_NT[batch.mask_NT],), batch.group_N[:, None].expand_as(batch.mask_NT)[batch.mask_NT]
+        )
+        for node in nodes.node_NT[whole_NT].unique().tolist():
+            out.append({"loss": name, "group": int(group_M[node]), "node": node, "residual": float(value_M[node])})
+    return out
+
+
+def off_policy_logp(scene: Scene) -> torch.Tensor:
+    """Log-probs of the whole batch after all but the last of its own optimizer steps; model and optimizer are put back."""
+    model, optimizer, batch = scene.policy.model, scene.optimizer, scene.collected.batch
+    saved = snapshot(model, optimizer)
+    try:
+        for k, row_R in enumerate(scene.plan.steps[:-1]):
+            set_rate(optimizer, scene.config, scene.state.num_updates + k)
+            take_step(model, optimizer, scene.method, scene.method.rows(batch, scene.credit, row_R), scene.collected, scene.config)
+        with autocast(model):
+            texts = scene.texts(torch.arange(batch.num_rollouts))
+            rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
+            found = measure(model, *rollouts, {"trainer_logp_NT"}, temperature=texts.temperature, token_budget=texts.token_budget)
+    finally:
+        restore(saved, model, optimizer)
+    return found["trainer_logp_NT"]
+
+
+def figure(numbers: dict[str, Any]) -> go.Figure:
+    """Residual by loss."""
+    found = list(numbers.values())
+    colours = ["#D55E00" if one["M1"] or one["M2"] else "#0072B2" for one in found]
+    out = go.Figure(go.Bar(x=list(numbers), y=[one["mean"] for one in found], error_y=error_bars(found), marker_color=colours))
+    out.update_layout(title="What is left at fully shared tokens (0: cancels, 1: nothing cancels); orange: M1 or M2 on")
+    return out.update_yaxes(title="residual")

@@ -1,0 +1,68 @@
+"""Means of tokens with bootstrap intervals over prompts: tokens of one prompt are not independent.
+
+Axes: B bootstrap draws, C clusters (prompts), K quantities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+DRAWS = 2000
+LEVEL = (2.5, 97.5)
+
+
+def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], cluster: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Ratios sum(value) / sum(weight) of K quantities: [1 + B, K], the estimate first, then draws with the clusters drawn jointly.
+
+    >>> clustered([np.array([1.0, 1.0])], [np.array([1.0, 1.0])], np.array([0, 1]))[0].tolist()
+    [1.0]
+    """
+    _, index = np.unique(np.asarray(cluster), return_inverse=True)
+    num = index.max() + 1 if len(index) else 0
+    total_CK, weight_CK = (
+        np.stack([np.bincount(index, np.asarray(column, float), minlength=num) for column in columns], 1) for columns in (values, weights)
+    )
+    count_BC = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), size=DRAWS).astype(float)
+    count_BC = np.concatenate([np.ones((1, num)), count_BC])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (count_BC @ total_CK) / (count_BC @ weight_CK)
+
+
+def interval(ratio_B: np.ndarray) -> dict[str, float]:
+    """The estimate and its 95% percentile interval; draws in which the quantity is not defined are left out.
+
+    >>> interval(np.array([0.5, 0.5, 0.5]))
+    {'mean': 0.5, 'low': 0.5, 'high': 0.5}
+    """
+    draws = ratio_B[1:][np.isfinite(ratio_B[1:])]
+    low, high = np.percentile(draws, LEVEL) if len(draws) else (np.nan, np.nan)
+    found = {"mean": ratio_B[0], "low": low, "high": high}
+    return {name: round(float(value), 8) if np.isfinite(value) else None for name, value in found.items()}  # pyright: ignore[reportReturnType]
+
+
+def means(value: pd.Series, sets: dict[str, Any], cluster: Any, seed: int = 0) -> dict[str, dict[str, float]]:
+    """Mean of a column over named sets of rows, with intervals; an empty set is left out."""
+    masks = {name: np.asarray(mask, bool) for name, mask in sets.items() if np.asarray(mask, bool).any()}
+    if not masks:
+        return {}
+    flat = np.nan_to_num(np.asarray(value, float))
+    ratio_BK = clustered([flat * m for m in masks.values()], [m.astype(float) for m in masks.values()], np.asarray(cluster), seed)
+    return {name: interval(ratio_BK[:, k]) for k, name in enumerate(masks)}
+
+
+def mean_difference(value: Any, first: Any, second: Any, cluster: Any, seed: int = 0) -> dict[str, float]:
+    """Mean over the first set minus mean over the second, clusters drawn jointly."""
+    flat = np.nan_to_num(np.asarray(value, float))
+    masks = [np.asarray(first, bool), np.asarray(second, bool)]
+    ratio_BK = clustered([flat * m for m in masks], [m.astype(float) for m in masks], np.asarray(cluster), seed)
+    return interval(ratio_BK[:, 0] - ratio_BK[:, 1])
+
+
+def error_bars(intervals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Plotly's error bars of some intervals."""
+    up, down = ([abs((one[side] if one[side] is not None else one["mean"]) - one["mean"]) for one in intervals] for side in ("high", "low"))
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}

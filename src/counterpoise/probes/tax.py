@@ -1,0 +1,102 @@
+"""The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they part.
+
+Over training it comes from the run's ledger; at the snapshot the first optimizer step is tried in full, with one sign alone, and at fractions of
+its length: to second order the tax is 1/2 eta^2 g^T F g, so half a step costs a quarter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from counterpoise.files import read_jsonl
+from counterpoise.ledger import Sharing, copied, restore, sharing, snapshot, trainable
+from counterpoise.ledger.account import scored
+from counterpoise.probes.counterfactual import SIDES, enters
+from counterpoise.probes.intervals import means
+from counterpoise.probes.output import Output
+from counterpoise.probes.scene import Scene
+from counterpoise.probes.updates import forget, tried
+from counterpoise.trainer.update import take_step
+from counterpoise.types import Rows
+
+CONTEXTS = ("shared", "both_signs", "discriminating", "other")
+FRACTIONS = (0.25, 0.5, 1.0, 2.0)
+
+
+def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
+    """Mean KL by kind of context and variant, the quadratic law, and the run's own series."""
+    table = output.table("contexts", lambda: context_rows(scene))
+    numbers: dict[str, Any] = {}
+    for variant, part in table.groupby("variant", sort=False):
+        numbers[str(variant)] = means(part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"])
+    lengths = output.table("lengths", lambda: length_rows(scene))
+    whole = float(lengths[lengths["fraction"] == 1.0]["kl"].iloc[0])
+    law = {str(f): round(float(k) / whole, 4) for f, k in zip(lengths["fraction"], lengths["kl"])} if whole > 0 else {}
+    numbers["kl_of_fraction_over_kl_of_step"] = law
+    return figure(scene), numbers
+
+
+def context_rows(scene: Scene) -> list[dict[str, Any]]:
+    """One row a token and variant."""
+    rows, out = scene.rows, []
+    kind = kinds(scene, rows)
+    for variant, signs in SIDES.items():
+        kl_RT = tried(scene, rows, enters(rows, signs)).scores.kl_NT
+        if kl_RT is None:
+            raise ValueError("tax: the model's head is not plain, so there are no distributions to compare. Choose another model.")
+        for r, t in rows.mask_NT.nonzero().tolist():
+            out.append({"variant": variant, "group": int(rows.group_N[r]), "context": kind[r][t], "kl": float(kl_RT[r, t])})
+    return out
+
+
+def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
+    """The kind of every token's context, each token under the first that fits, in the order of ``CONTEXTS``."""
+    ids_RT = scene.collected.batch.token_ids_NT[rows.row_R]
+    found: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
+    code_RT = torch.full_like(ids_RT, 3)
+    for code, is_in_RT in ((2, found.is_fork_NT), (1, found.is_both_NT), (0, found.is_full_NT & found.is_both_NT)):
+        code_RT[is_in_RT] = code
+    return [[CONTEXTS[c] for c in row] for row in code_RT.tolist()]
+
+
+def length_rows(scene: Scene) -> list[dict[str, Any]]:
+    """Mean KL over all tokens of the step at fractions of the parameter change (this batch's gradient alone)."""
+    model, optimizer, rows = scene.policy.model, scene.optimizer, scene.rows
+    texts, saved, before = scene.texts(rows.row_R), snapshot(model, optimizer), copied(trainable(model))
+    out = []
+    try:
+        forget(optimizer)
+        take_step(model, optimizer, scene.method, rows, scene.collected, scene.config)
+        after = copied(trainable(model))
+        for fraction in FRACTIONS:
+            move(model, before, after, fraction)
+            kl_RT = scored(model, before, texts, None).kl_NT
+            assert kl_RT is not None
+            out.append({"fraction": fraction, "kl": float(kl_RT[rows.mask_NT].double().mean())})
+    finally:
+        restore(saved, model, optimizer)
+    return out
+
+
+@torch.no_grad()
+def move(model: torch.nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], fraction: float) -> None:
+    """Set the parameters to before + fraction (after - before)."""
+    for name, p in model.named_parameters():
+        if name in before:
+            p.copy_(before[name] + fraction * (after[name] - before[name]))
+
+
+def figure(scene: Scene) -> go.Figure:
+    """The run's cumulative tax by kind of context, over training."""
+    metrics, out = read_jsonl(scene.run_dir / "metrics.jsonl"), go.Figure()
+    for name in CONTEXTS:
+        key = f"ledger/tax/cumulative_{name}"
+        found = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+        if found:
+            out.add_scatter(x=[s for s, _ in found], y=[v for _, v in found], mode="lines+markers", name=name.replace("_", " "))
+    out.update_layout(title="KL spent so far, by kind of context (ledgered batches)", xaxis_title="rollout batch")
+    return out.update_yaxes(title="nats a token")

@@ -1,0 +1,81 @@
+"""Counterfactual updates: from one bit-exact snapshot, the same optimizer step with some of its tokens or parts left out.
+
+A token is left out by setting its ``scale`` to 0: its gradient does not enter, whatever the loss is, and nobody else's coefficient changes.
+
+Axes: R rows of the step, T response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.ledger import Texts, copied, restore, snapshot, trainable
+from counterpoise.ledger.account import Scores, head_state, scored
+from counterpoise.ledger.changes import change_sign
+from counterpoise.ledger.head_change import head_change
+from counterpoise.numerics_head import Head
+from counterpoise.probes.scene import Scene, placed
+from counterpoise.rollouts.backbone import backbone
+from counterpoise.trainer.update import Update, take_step
+from counterpoise.types import Rows
+
+
+class Change(NamedTuple):
+    """What an update did to the tokens of its rows, [R, T]. ``head_delta_RT``: with hidden states held and the head's new weight alone."""
+
+    update: Update
+    scores: Scores
+    head_delta_RT: Tensor | None
+
+    @property
+    def delta_RT(self) -> Tensor:
+        return self.scores.logp_after_NT - self.scores.logp_before_NT
+
+    @property
+    def sign_RT(self) -> Tensor:
+        """+1 boosted, -1 suppressed, 0 within the noise floor."""
+        return change_sign(self.delta_RT, self.scores.noise_floor)
+
+
+def tried(scene: Scene, rows: Rows, enters_RT: Tensor | None = None, *, memory: bool = True, method: Any = None) -> Change:
+    """Take one optimizer step on the rows, score them, and put everything back bit for bit.
+
+    Args:
+        enters_RT: tokens whose gradient enters; None for all.
+        memory: False sets the optimizer's first moments to 0 beforehand, so that the step holds this batch's gradient alone.
+        method: whose loss to use; the run's by default.
+    """
+    model, optimizer = scene.policy.model, scene.optimizer
+    if enters_RT is not None:
+        if not bool((enters_RT & rows.mask_NT).any()):
+            raise ValueError(f"probe: no token of step {scene.step} is in this class, so there is no update to try. Choose another step.")
+        rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
+    saved, before = snapshot(model, optimizer), copied(trainable(model))
+    try:
+        if not memory:
+            forget(optimizer)
+        update = take_step(model, optimizer, method or scene.method, rows, scene.collected, scene.config)
+        scores = scored(model, before, texts := scene.texts(rows.row_R), None)
+        head = backbone(model).head
+        new_head = None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())
+    finally:
+        restore(saved, model, optimizer)
+    return Change(update, scores, None if new_head is None else head_delta(model, texts, new_head))
+
+
+def head_delta(model: Any, texts: Texts, new_head: Head) -> Tensor:
+    """Change of the log-probs if the head alone took its new weight and the hidden states stayed."""
+    state = head_state(model, texts)
+    change = head_change(state, state._replace(head=new_head), texts.token_ids_NT[texts.mask_NT], temperature=texts.temperature)
+    return placed(change.logp_after_M - change.logp_before_M, texts.mask_NT)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Set first moments (momentum) to 0; second moments and step counts stay."""
+    for slot in optimizer.state.values():
+        for name in ("exp_avg", "momentum_buffer"):
+            if isinstance(slot.get(name), Tensor):
+                slot[name].zero_()
