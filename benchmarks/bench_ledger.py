@@ -2,10 +2,10 @@
 
     python benchmarks/bench_ledger.py [--json PATH] [--model bundled] [--prompts 32 --group-size 8 --max-new-tokens 96]
 
-A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is ledger / step, ``update`` ledger / optimizer steps
-alone, ``slowdown`` what ``every: 10`` adds to a run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers.
-``growth`` is ledger time on all prompts / on a quarter of them, over the same of tokens (1 is linear). Memory is the peak of a process that trains
-with and without the ledger, after the same import and start. On a machine that does other work meanwhile, ``--cpu-time`` counts processor time.
+A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is ledger / step, ``update`` ledger / optimizer
+steps alone, ``slowdown`` what ``every: 10`` adds to a run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and
+numbers. ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the peak of a process that trains with
+and without the ledger. On a machine that does other work meanwhile, ``--cpu-time`` counts processor time instead of time on the wall.
 """
 
 from __future__ import annotations
@@ -120,10 +120,8 @@ def kernel(args: argparse.Namespace) -> dict[str, float]:
     found = head_kernel(hidden_MD, weight_VD, target_M)
     coupling_table(found, target_M, target_M % 32, target_M % 2)
     seconds, extra = now(args) - began, peak() - before
-    dense = 4 * num * num * vocabulary
-    print(
-        f"head kernel    {num} tokens x {vocabulary} x {width}: {seconds:.1f} s, {extra / 2**20:.0f} MiB more ([n, n, V]: {dense / 2**40:.1f} TiB)"
-    )
+    dense, what = 4 * num * num * vocabulary, f"{num} tokens x {vocabulary} x {width}"
+    print(f"head kernel    {what}: {seconds:.1f} s, {extra / 2**20:.0f} MiB more ([n, n, V] would be {dense / 2**40:.1f} TiB)")
     return {"seconds": seconds, "extra_mib": extra / 2**20, "dense_mib": dense / 2**20}
 
 

@@ -1,4 +1,4 @@
-"""Synthetic run folders that follow the schema: a made-up policy learns to add numbers. For tests, screenshots and benchmarks of what reads runs."""
+"""Synthetic run folders that follow the schema: a made-up policy learns to add. For tests, screenshots and benchmarks of readers."""
 
 from __future__ import annotations
 

@@ -153,6 +153,30 @@ def test_own_and_coupling_equal_all_inner_products():
         assert float(found.parts["sign"]["negative"][n, t]) == pytest.approx(negative, rel=1e-9)
 
 
+def test_the_largest_class_comes_for_free_from_the_whole_gradient():
+    """With what the optimizer got, the largest class of each axis is a difference; parts equal those of all classes by backward."""
+    model = clean_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = copied(trainable(model))
+    (-(weights() * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
+    total = {name: -p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    steps = response(optimizer, dict(model.named_parameters()))
+    even_NT = IDS_NT % 2 == 0
+    classes = by_sign() | {"parity": {"even": even_NT & MASK_NT, "odd": ~even_NT & MASK_NT}}
+    rows = []
+    logprobs = of_model(model, texts())
+    counted = logprobs._replace(reverse=lambda params, row_R: rows.extend(row_R.tolist()) or logprobs.reverse(params, row_R))
+    found = decompose(counted, before, trainable(model), weights(), {"sign": by_sign()["sign"]}, steps, total)
+    assert sorted(rows) in ([0, 2], [1, 3])  # one sign only
+    expected = decompose(logprobs, before, trainable(model), weights(), classes, steps)
+    both = decompose(logprobs, before, trainable(model), weights(), classes, steps, total)
+    for axis, parts in expected.parts.items():
+        for name, part_NT in parts.items():
+            torch.testing.assert_close(both.parts[axis][name], part_NT, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(found.parts["sign"]["positive"], expected.parts["sign"]["positive"], rtol=1e-8, atol=1e-11)
+
+
 def test_class_gradients_of_classes_that_share_rows():
     model = clean_gpt2()
     gradient = token_gradients(model, PROMPTS, IDS_NT, MASK_NT)

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import typer
-from make_run import HOSTILE, make_run
 from typer.testing import CliRunner
 
 from counterpoise import plot
@@ -22,6 +21,7 @@ from counterpoise.cli.view import view
 from counterpoise.report.charts import CHARTS
 from counterpoise.report.folder import open_run
 from counterpoise.report.page import content, digest, render, write_report
+from make_run import HOSTILE, make_run
 
 SMALL = {"num_steps": 6, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 2}
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff]")
@@ -78,7 +78,10 @@ def figure(page, name):
     return json.loads(found[1])
 
 
-@pytest.mark.parametrize(("name", "key"), [("reward", "reward/mean"), ("entropy", "entropy/mean"), ("length", "rollouts/length"), ("grad_norm", "loss/grad_norm")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("reward", "reward/mean"), ("entropy", "entropy/mean"), ("length", "rollouts/length"), ("grad_norm", "loss/grad_norm")],
+)
 def test_curves_on_the_page_are_the_metrics(page, run_dir, name, key):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (trace,) = figure(page, name)["data"]
@@ -145,7 +148,11 @@ def test_every_chart_has_help_a_definition_and_a_door_in_the_notebook(page, run_
 
 def test_the_page_runs_only_scripts_of_its_policy_and_loads_nothing(page):
     found = Elements(page)
-    (policy,) = [attrs["content"] or "" for tag, attrs in found.tags if tag == "meta" and attrs.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        attrs["content"] or ""
+        for tag, attrs in found.tags
+        if tag == "meta" and attrs.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert "unsafe" not in policy and "http" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     for kind, text in found.inside:
@@ -197,7 +204,11 @@ def test_report_command(run_dir, tmp_path):
 
 def test_compare_command(tmp_path):
     small = {"num_steps": 2, "prompts": 2, "group_size": 4, "ledger_every": 0, "eval_every": 1}
-    paths = [make_run(tmp_path / f"{name}-{seed}", method=name, seed=seed, **small) for name in ("grpo", HOSTILE[5], HOSTILE[9]) for seed in (0, 1)]
+    paths = [
+        make_run(tmp_path / f"{name}-{seed}", method=name, seed=seed, **small)
+        for name in ("grpo", HOSTILE[5], HOSTILE[9])
+        for seed in (0, 1)
+    ]
     done = command(compare, *paths, "--baseline", "grpo", "--json")
     found = json.loads(done.stdout)
     assert [group["seeds"] for group in found["groups"]] == [2, 2, 2]

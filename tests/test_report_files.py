@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from make_run import make_run
 
 from counterpoise.report.folder import open_run, read_columns
 from counterpoise.report.page import content, render, write_report
 from counterpoise.tables import load_run
+from make_run import make_run
 
 SMALL = {"num_steps": 3, "prompts": 2, "group_size": 4, "ledger_every": 1, "eval_every": 2}
 

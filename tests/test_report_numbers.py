@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from make_run import make_run
 from scipy import stats as scipy_stats
 
 from counterpoise.report import credit_numbers, stats
@@ -16,6 +15,7 @@ from counterpoise.report.compare import comparison
 from counterpoise.report.folder import open_run
 from counterpoise.report.groups import curve, eval_curve, grouped
 from counterpoise.report.text import number, visible, with_interval
+from make_run import make_run
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,10 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     made = [("grpo", 0, 0.3), ("grpo", 1, 0.3), ("grpo", 2, 0.3), ("delta", 0, 1.6), ("delta", 1, 1.6), ("delta", 2, 1.6)]
     settings = {"num_steps": 4, "prompts": 2, "group_size": 4, "ledger_every": 2, "eval_every": 2}
-    return [open_run(make_run(root / f"{method}-{seed}", method=method, seed=seed, gain=gain, **settings)) for method, seed, gain in made]
+    return [
+        open_run(make_run(root / f"{method}-{seed}", method=method, seed=seed, gain=gain, **settings))
+        for method, seed, gain in made
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,15 @@ def test_comparison_names_what_it_lacks(runs):
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("a\nb", "a⏎b"), ("\x1b[0m", "⟨U+001B⟩[0m"), ("\u202e", "⟨U+202E⟩"), ("\x00", "⟨U+0000⟩"), (" x", " x"), (None, ""), ("é字", "é字")],
+    [
+        ("a\nb", "a⏎b"),
+        ("\x1b[0m", "⟨U+001B⟩[0m"),
+        ("\u202e", "⟨U+202E⟩"),
+        ("\x00", "⟨U+0000⟩"),
+        (" x", " x"),
+        (None, ""),
+        ("é字", "é字"),
+    ],
 )
 def test_visible(text, want):
     assert visible(text) == want

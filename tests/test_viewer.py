@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from make_run import HOSTILE, make_run
 from starlette.testclient import TestClient
 
 from counterpoise.report import viewer_data
@@ -25,6 +24,7 @@ from counterpoise.report.folder import open_run
 from counterpoise.report.page import asset, digest
 from counterpoise.report.server import ASSETS, app, free_socket
 from counterpoise.report.steps import open_step
+from make_run import HOSTILE, make_run
 
 PORT = 8123
 SMALL = {"num_steps": 2, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 0}
@@ -65,7 +65,9 @@ def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
             assert group["answer"] == want["answer"]
 
 
-@pytest.mark.parametrize("name", ["advantages", "delta", "coupling", "entropy", "cancellation", "part_sign_negative", "position", "is_flip"])
+@pytest.mark.parametrize(
+    "name", ["advantages", "delta", "coupling", "entropy", "cancellation", "part_sign_negative", "position", "is_flip"]
+)
 @pytest.mark.parametrize("group", [0, 2])
 def test_columns_are_the_files_numbers(client, table, name, group):
     answer = client.get(f"/api/steps/0/prompts/{group}/columns/{name}")
@@ -129,7 +131,9 @@ def test_colour_scales_end_at_a_quantile(run_dir, table):
     assert set(viewer_data.scale(step, "category")["words"]) == set(table["category"])
 
 
-@pytest.mark.parametrize("host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", f"127.0.0.1:{PORT + 1}", "", f"localhost:{PORT}.evil.example"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", f"127.0.0.1:{PORT + 1}", "", f"localhost:{PORT}.evil.example"]
+)
 def test_other_hosts_are_turned_away(client, host):
     answer = client.get("/api/run", headers={"Host": host})
     assert answer.status_code == 421
@@ -255,7 +259,9 @@ def test_a_taken_port_is_one_clear_line():
 
 def test_the_command_serves_and_stops(run_dir):
     script = "from counterpoise.cli.view import view; from pathlib import Path; import sys; view(Path(sys.argv[1]), open_=False)"
-    process = subprocess.Popen([sys.executable, "-c", script, str(run_dir)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(run_dir)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert process.stdout is not None
     address = process.stdout.readline().split()[0]
     assert address.startswith("http://127.0.0.1:")

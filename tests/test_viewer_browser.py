@@ -1,73 +1,26 @@
-"""A real browser on the report and the viewer: every section, colour, key and link works, and hostile text never runs.
-
-Needs Debian's chromium on the PATH. With COUNTERPOISE_SCREENSHOTS=folder the pages are also photographed there.
-"""
+"""A real browser on the viewer: colours, hover, keys, links, alignment, the export; hostile text never runs."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import uvicorn
-from make_run import HOSTILE, make_run
 
+from browser_fixtures import NEEDS_CHROMIUM, PATIENCE_MS, settled
 from counterpoise.report.export import write_export
 from counterpoise.report.folder import open_run
-from counterpoise.report.page import write_report
 from counterpoise.report.server import app, free_socket
+from make_run import HOSTILE
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SETTINGS = {"num_steps": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
-PATIENCE_MS = 180_000
-WATCH = "window.refused = []; document.addEventListener('securitypolicyviolation', (e) => window.refused.push(e.violatedDirective))"
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install -y --no-install-recommends chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page that fails its test if a script raised, the policy refused something, or the canary was touched."""
-    made = browser.new_page(viewport={"width": 1440, "height": 900})
-    made.set_default_timeout(PATIENCE_MS)
-    errors = []
-    made.on("pageerror", lambda error: errors.append(str(error)))
-    made.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    made.on("dialog", lambda dialog: errors.append(f"dialog {dialog.message}"))
-    made.add_init_script(WATCH)
-    yield made
-    assert made.evaluate("window.pwned") is None
-    assert made.evaluate("window.refused") == []
-    assert errors == []
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("runs") / "run", **SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def hostile_dir(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("runs") / HOSTILE[0].replace("/", "|"), method=HOSTILE[1], hostile=True, **SETTINGS)
+pytest_plugins = ["browser_fixtures"]
+pytestmark = NEEDS_CHROMIUM
 
 
 def served(path):
@@ -82,18 +35,18 @@ def served(path):
 
 
 @pytest.fixture(scope="module")
-def address(run_dir):
-    yield from served(run_dir)
+def address(plain_run):
+    yield from served(plain_run)
 
 
 @pytest.fixture(scope="module")
-def hostile_address(hostile_dir):
-    yield from served(hostile_dir)
+def hostile_address(hostile_run):
+    yield from served(hostile_run)
 
 
 @pytest.fixture(scope="module")
-def table(run_dir):
-    return pd.read_parquet(run_dir / "tokens" / "step_000002.parquet").sort_values(["group", "rollout", "position"])
+def table(plain_run):
+    return pd.read_parquet(plain_run / "tokens" / "step_000002.parquet").sort_values(["group", "rollout", "position"])
 
 
 def opened(page, address, fragment=""):
@@ -109,20 +62,6 @@ def inspected(page):
     return dict(zip(pairs[::2], pairs[1::2]))
 
 
-def settled(page, expression):
-    """Wait until an expression holds. From here: the page's policy forbids the evaluation that Playwright's own waiting does inside it."""
-    deadline = time.monotonic() + PATIENCE_MS / 1000
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, expression
-        page.wait_for_timeout(20)
-
-
-def photograph(page, name, **options):
-    folder = os.environ.get("COUNTERPOISE_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png", **options)
-
-
 def as_shown(value):
     """A number as the page writes it."""
     if isinstance(value, (bool, np.bool_)):
@@ -136,73 +75,18 @@ def as_shown(value):
     return f"{value:.{3 - int(np.floor(np.log10(size)))}f}"
 
 
-# ---- the report
-
-
-def test_report_draws_every_chart_in_both_themes(page, run_dir):
-    path, found = write_report([run_dir])
-    page.goto(path.as_uri())
-    for name, cards in found.cards.items():
-        page.locator(f"nav a[href='#{name}']").click()
-        for card in cards:
-            plot = page.locator(f"[data-figure='{card.chart.name}']")
-            plot.scroll_into_view_if_needed()
-            plot.locator("svg.main-svg").first.wait_for()
-    assert page.locator("section#samples .sample").count() == len(found.samples)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    drawn = page.evaluate("document.querySelector('[data-figure=reward]').calcdata.at(-1).map((point) => point.y)")
-    assert drawn == [row["reward/mean"] for row in rows]
-    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.locator("#theme").click()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_report_prints_every_chart(page, run_dir):
-    path, found = write_report([run_dir])
-    page.goto(path.as_uri())
-    page.emulate_media(media="print")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    total = sum(len(cards) for cards in found.cards.values())
-    settled(page, f"document.querySelectorAll('.plot .main-svg').length >= {total}")
-    assert page.locator(".top-bar").is_hidden()
-    assert len(page.pdf()) > 50_000
-
-
-def test_comparison_page(page, run_dir, tmp_path):
-    other = make_run(tmp_path / "grpo", method="grpo", **SETTINGS)
-    path, found = write_report([run_dir, other], tmp_path / "page.html")
-    page.goto(path.as_uri())
-    rows = page.locator("table.comparison tbody tr")
-    assert rows.count() == 2
-    assert found.comparison is not None
-    assert rows.nth(1).locator(".verdict").inner_text() == found.comparison.lines[1].verdict
-    page.locator("[data-figure='accuracy']").scroll_into_view_if_needed()
-    page.locator("[data-figure='accuracy'] .main-svg").first.wait_for()
-
-
-def test_hostile_report_runs_nothing(page, hostile_dir):
-    path, found = write_report([hostile_dir], hostile_dir / "page.html")
-    page.goto(path.as_uri().replace("%7C", "|"))
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    settled(page, f"document.querySelectorAll('.plot .main-svg').length >= {sum(map(len, found.cards.values()))}")
-    page.locator("[data-figure='categories']").hover()
-    text = page.locator("body").inner_text()
-    for hostile in HOSTILE[:5]:
-        assert hostile in text
-    assert "⟨U+001B⟩[31mred" in text and "\u202e" not in text
-
-
-# ---- the viewer
-
-
 def test_viewer_shows_the_files_numbers(page, address, table):
     opened(page, address, "#step=2&prompt=1")
     rows = table[table["group"] == 1].reset_index(drop=True)
     page.locator(".t[data-i='4']").hover()
     settled(page, "document.querySelector('#inspector .token')?.innerText.includes('position 4')")
     found, want = inspected(page), rows.iloc[4]
-    for label, column in {"credit": "advantages", "change (delta)": "delta", "predicted: coupling": "coupling", "entropy": "entropy"}.items():
+    for label, column in {
+        "credit": "advantages",
+        "change (delta)": "delta",
+        "predicted: coupling": "coupling",
+        "entropy": "entropy",
+    }.items():
         assert found[label] == as_shown(want[column]), label
     assert found["flip"] == as_shown(bool(want["is_flip"]))
     assert found["category"] == want["category"]
@@ -215,7 +99,9 @@ def test_viewer_colours_by_every_column(page, address, table):
     for name in page.locator("#colour option").evaluate_all("options => options.map(o => o.value)"):
         page.locator("#colour").select_option(name)
         settled(page, f"location.hash.includes('colour={name}')")
-        css = dict(page.locator(".line .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.className.split(' ')[1]])"))
+        css = dict(
+            page.locator(".line .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.className.split(' ')[1]])")
+        )
         assert len(css) > 10 and all(css.values()), name
         if name in ("advantages", "delta", "own", "coupling"):
             limit = np.quantile(table[name].abs(), 0.98)
@@ -232,7 +118,9 @@ def test_viewer_sets_positive_and_negative_side_by_side(page, address, table):
     opened(page, address, "#step=2&prompt=0")
     first = table[table["group"] == 0].groupby("rollout")["sign"].first()
     titles = page.locator(".side").all_inner_texts()
-    want = [f"{name} advantage · {count}" for name, count in (("positive", (first > 0).sum()), ("negative", (first < 0).sum())) if count]
+    want = [
+        f"{name} advantage · {count}" for name, count in (("positive", (first > 0).sum()), ("negative", (first < 0).sum())) if count
+    ]
     assert titles[: len(want)] == want
     boxes = [page.locator(".side").nth(k).bounding_box() for k in range(len(want))]
     assert len({box["y"] for box in boxes if box}) == 1
@@ -291,7 +179,14 @@ def test_viewer_moves_by_keyboard(page, address, table):
     settled(page, "location.hash.includes('marked=1')")
     page.keyboard.press("Escape")
     settled(page, "!location.hash.includes('marked')")
-    for key, wanted in [("j", "prompt=1"), ("j", "prompt=2"), ("k", "prompt=1"), ("[", "step=1"), ("]", "step=2"), ("a", "layout=aligned")]:
+    for key, wanted in [
+        ("j", "prompt=1"),
+        ("j", "prompt=2"),
+        ("k", "prompt=1"),
+        ("[", "step=1"),
+        ("]", "step=2"),
+        ("a", "layout=aligned"),
+    ]:
         page.keyboard.press(key)
         settled(page, f"location.hash.includes('{wanted}')")
     page.wait_for_selector(".cells .t")
@@ -320,7 +215,9 @@ def test_viewer_deep_link(page, address, table):
 def test_aligned_rows_put_equal_prefixes_in_equal_columns(page, address, table):
     opened(page, address, "#step=2&prompt=0&layout=aligned")
     rows = table[table["group"] == 0].reset_index(drop=True)
-    left = dict(page.locator(".cells .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.getBoundingClientRect().left])"))
+    left = dict(
+        page.locator(".cells .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.getBoundingClientRect().left])")
+    )
     start = rows.index[rows["position"] == 0]
     for position in range(5):  # "Let us add:\n" in every rollout
         assert len({round(left[at + position], 1) for at in start}) == 1
@@ -332,10 +229,12 @@ def test_alignment_keeps_a_longest_common_subsequence(page, address):
     opened(page, address)
     rng = np.random.default_rng(0)
     cases = [[rng.integers(0, 4, rng.integers(0, 14)).tolist() for _ in range(2)] for _ in range(200)]
-    script = "async (cases) => { const { matches } = await import('/assets/align.js'); return cases.map(([a, b]) => matches(a, b)) }"
+    script = (
+        "async (cases) => { const { matches } = await import('/assets/align.js'); return cases.map(([a, b]) => matches(a, b)) }"
+    )
     for (a, b), pairs in zip(cases, page.evaluate(script, cases)):
         assert all(a[i] == b[j] for i, j in pairs)
-        assert all(p[0] < q[0] and p[1] < q[1] for p, q in zip(pairs, pairs[1:]))
+        assert all(p[0] < q[0] and p[1] < q[1] for p, q in itertools.pairwise(pairs))
         assert len(pairs) == longest_common(a, b)
 
 
@@ -367,8 +266,8 @@ def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
     assert page.locator("script").count() == 1 and page.locator("img, iframe, object, embed").count() == 0
 
 
-def test_a_broken_step_is_told_on_the_page(browser, run_dir, tmp_path):
-    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+def test_a_broken_step_is_told_on_the_page(browser, plain_run, tmp_path):
+    copy = Path(shutil.copytree(plain_run, tmp_path / "run"))
     for folder in ("tokens", "rollouts"):
         file = copy / folder / "step_000002.parquet"
         file.write_bytes(file.read_bytes()[:64])
@@ -383,8 +282,8 @@ def test_a_broken_step_is_told_on_the_page(browser, run_dir, tmp_path):
         page.close()
 
 
-def test_export_opens_from_disk(page, run_dir, table, tmp_path):
-    path = write_export(open_run(run_dir), tmp_path / "out", [0, 2])
+def test_export_opens_from_disk(page, plain_run, table, tmp_path):
+    path = write_export(open_run(plain_run), tmp_path / "out", [0, 2])
     opened(page, path.as_uri(), "#step=2&prompt=1&colour=delta")
     rows = table[table["group"] == 1].reset_index(drop=True)
     page.locator(".t[data-i='4']").click()
@@ -399,8 +298,8 @@ def test_export_opens_from_disk(page, run_dir, table, tmp_path):
     page.wait_for_selector(".cells .t")
 
 
-def test_hostile_export_runs_nothing(page, hostile_dir, tmp_path):
-    path = write_export(open_run(hostile_dir), tmp_path / "out", [2])
+def test_hostile_export_runs_nothing(page, hostile_run, tmp_path):
+    path = write_export(open_run(hostile_run), tmp_path / "out", [2])
     opened(page, path.as_uri())
     page.locator(".line .t", has_text=HOSTILE[3]).first.click()
     page.wait_for_selector(".twins.list")

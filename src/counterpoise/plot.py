@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from counterpoise.report import charts
 from counterpoise.report.folder import RunFolder, open_run
@@ -21,7 +21,7 @@ from counterpoise.tables import Run
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-Source = Union[str, Path, Run, RunFolder]
+Source = str | Path | Run | RunFolder
 
 
 def chart(name: str, runs: Source | Sequence[Source], step: int | None = None) -> go.Figure:
@@ -39,7 +39,9 @@ def chart(name: str, runs: Source | Sequence[Source], step: int | None = None) -
     drawing = charts.draw(found, grouped([_folder(run) for run in several]), step)
     if drawing is None:
         raise ValueError(f"plot.{name}: these runs hold no data for {found.title!r}. {found.definition}")
-    return drawing.figure.update_layout(title={"text": found.title, "x": 0}, showlegend=True, margin={"t": 48}, height=360, template="plotly_white")
+    return drawing.figure.update_layout(
+        title={"text": found.title, "x": 0}, showlegend=True, margin={"t": 48}, height=360, template="plotly_white"
+    )
 
 
 def names() -> list[str]:

@@ -67,7 +67,9 @@ class Run:
     def _table(self, folder: str, step: int | None, columns: Sequence[str] | None) -> Any:
         steps = self.steps(folder)
         if step is not None and step not in steps:
-            raise ValueError(f"{self.folder.name}: no {folder} of step {step}. There are: {steps[:20]}{' ...' if len(steps) > 20 else ''}")
+            raise ValueError(
+                f"{self.folder.name}: no {folder} of step {step}. There are: {steps[:20]}{' ...' if len(steps) > 20 else ''}"
+            )
         tables = [self.folder.table(folder, at, columns) for at in (steps if step is None else [step])]
         found = [table for table in tables if table is not None]
         if not found:
@@ -103,7 +105,7 @@ def load_run(path: str | Path, engine: Engine = "pandas") -> Run:
 
 def _polars() -> Any:
     try:
-        import polars
+        import polars  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError("load_run: polars is not installed. pip install polars, or engine='pandas'.") from None
     return polars

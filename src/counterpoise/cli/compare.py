@@ -18,7 +18,9 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; runs that differ by the seed alone are one method.")],
     metric: Annotated[str, typer.Option(help="What to compare by: eval/accuracy or a key of metrics.jsonl.")] = "eval/accuracy",
     baseline: Annotated[str | None, typer.Option(help="The method to hold others against; the first one by default.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="For batches and tokens to it; the baseline's final mean by default.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="For batches and tokens to it; the baseline's final mean by default.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The page; report/index.html beside the runs by default.")] = None,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Write the page as well.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,

@@ -12,8 +12,12 @@ def import_(
     kind: Annotated[str, typer.Argument(metavar="FORMAT", help="prime-rl, nemo-rl, slime or trl.")],
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A file of the dump, or a folder of them.")],
     out: Annotated[Path, typer.Option(help="The run folder to make.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or a folder with one; without it ids (TRL: words) are shown.")] = None,
-    reward: Annotated[list[str] | None, typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json or a folder with one; without it ids (TRL: words) are shown.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default.")
+    ] = None,
 ) -> None:
     """Make a run folder of another trainer's token dump, for view, report and audit.
 

@@ -15,19 +15,22 @@ def probe(
     step: Annotated[int | None, typer.Option(min=0, help="The rollout batch; the last one that can be probed by default.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of the probe: --set pairs=100 (repeatable).")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin again instead of going on.")] = False,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Run nothing: the numbers over all steps at which the probe was run.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """An experiment on a saved moment of a run: raw data, a figure and a summary in RUN/probes. The run stays as it was.
 
     Example: `counterpoise probe runs/demo --step 20 --probe counterfactual`
     """
-    from counterpoise.probes import run_probe
+    from counterpoise import probes
 
-    summary = run_probe(run, name, step, settings_of(set_ or []), fresh=fresh)
+    summary = probes.pool(run, name) if pool else probes.run_probe(run, name, step, settings_of(set_ or []), fresh=fresh)
     if json_:
         print(json.dumps(summary, indent=1))
         return
-    print(f"{name} of {run}, step {summary['step']}")
+    print(f"{name} of {run}, step {summary.get('step', summary.get('steps'))}")
     for line in lines_of(summary["numbers"]):
         print(line)
     print(f"raw data and figure: {summary['folder']}")
@@ -47,15 +50,23 @@ def settings_of(texts: list[str]) -> dict[str, Any]:
 
 
 def lines_of(numbers: dict[str, Any], indent: str = "  ") -> list[str]:
-    """Nested numbers as indented lines; an interval takes one line."""
+    """Nested numbers as indented lines; an interval takes one line.
+
+    >>> lines_of({"flip": {"positive": {"mean": 0.25, "low": 0.2, "high": 0.31}}, "num_tokens": 7})
+    ['  flip:', '    positive: 0.25 [0.2, 0.31]', '  num_tokens: 7']
+    """
     out = []
     for name, value in numbers.items():
-        if isinstance(value, dict) and "mean" in value:
-            rest = ", ".join(f"{k} {v}" for k, v in value.items() if k not in ("mean", "low", "high"))
-            bounds = f" [{value['low']:.4g}, {value['high']:.4g}]" if value.get("low") is not None else ""
-            out.append(f"{indent}{name}: {value['mean'] if value['mean'] is None else format(value['mean'], '.4g')}{bounds}{f' ({rest})' if rest else ''}")
-        elif isinstance(value, dict):
+        if isinstance(value, dict) and "mean" not in value:
             out += [f"{indent}{name}:", *lines_of(value, indent + "  ")]
         else:
-            out.append(f"{indent}{name}: {value}")
+            out.append(f"{indent}{name}: {text_of(value) if isinstance(value, dict) else value}")
     return out
+
+
+def text_of(interval: dict[str, Any]) -> str:
+    """``0.25 [0.2, 0.31] (num_nodes 56)``"""
+    mean, low, high = (interval.get(name) for name in ("mean", "low", "high"))
+    bounds = "" if low is None or high is None else f" [{low:.4g}, {high:.4g}]"
+    rest = ", ".join(f"{name} {value}" for name, value in interval.items() if name not in ("mean", "low", "high"))
+    return f"{'-' if mean is None else format(mean, '.4g')}{bounds}{f' ({rest})' if rest else ''}"

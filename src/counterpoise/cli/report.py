@@ -11,7 +11,9 @@ import typer
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders: one for its report, several for a comparison.")],
-    out: Annotated[Path | None, typer.Option(help="The page; report/index.html in the run (or beside several runs) by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; report/index.html in the run (or beside several runs) by default.")
+    ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Which batch's tokens to show; the last one by default.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="For machines: where the page is and what was missing.")] = False,
 ) -> None:

@@ -12,7 +12,9 @@ def view(
     run: Annotated[Path, typer.Argument(help="A run folder, or one made by counterpoise import.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
-    export: Annotated[Path | None, typer.Option(help="Write a page with the tokens inside to this folder instead of serving.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write a page with the tokens inside to this folder instead of serving.")
+    ] = None,
     step: Annotated[list[int] | None, typer.Option(help="Batches to export; the last one with tokens by default.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Export only the first so many prompts of a batch.")] = None,
 ) -> None:

@@ -53,6 +53,7 @@ def account(
     loss: TokenLoss,
     clip_factor: float,
     classes: Mapping[str, Mapping[str, Tensor]],
+    gradient: Params | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     *,
     is_batched: bool | None = True,
@@ -66,6 +67,7 @@ def account(
         rows, loss: what the step used, and what its loss returned.
         clip_factor: by which the gradient was scaled.
         classes: axis -> class -> mask, see ``classes.token_classes``.
+        gradient: what the optimizer got, if it was kept: saves a backward an axis (see ``decompose``).
         autocast: precision of the training forward; gradients and forward-mode passes use it. Log-probs before and after are scored in the
             parameters' own precision: bfloat16 products move a log-prob about as much as a step does.
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves predictions out.
@@ -82,7 +84,8 @@ def account(
     if is_batched is None:
         return Account(columns, notes)
     after = {name: p.detach() for name, p in live.items()}
-    parts = decompose(of_model(model, texts, autocast), before, after, weight_NT, classes, steps, is_batched=is_batched)
+    total = None if gradient is None else {name: -gradient[name] for name in before}
+    parts = decompose(of_model(model, texts, autocast), before, after, weight_NT, classes, steps, total, is_batched=is_batched)
     columns["predicted"] = parts.predicted_NT
     if scores.own_NT is not None:
         columns["own"] = weight_NT * scores.own_NT

@@ -83,10 +83,12 @@ class Book:
         self.taxes: list[dict[str, float]] = []
         self.residuals: list[dict[str, float]] = []
         self._before: Params | None = None
+        self._gradient: Params | None = None
 
     def before(self) -> None:
-        """Keep the parameters; call just before an optimizer step."""
-        self._before = copied(trainable(self.model))
+        """Keep the parameters, and the gradient when the optimizer gets it; call just before an optimizer step."""
+        self._before, self._gradient = copied(trainable(self.model)), None
+        self._hook = self.optimizer.register_step_pre_hook(self._keep_gradient)
 
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
         """Account for the optimizer step just taken.
@@ -108,6 +110,7 @@ class Book:
             loss,
             clip_factor,
             token_classes(self.settings.axes, facts),
+            self._gradient,
             self.settings.autocast,
             is_batched=self._forward_mode(texts),
         )
@@ -118,7 +121,8 @@ class Book:
         self.taxes.append(tax(found.columns.get("kl"), facts))
         for note in found.notes:
             self._note(note)
-        self._before = None
+        self._before = self._gradient = None
+        self._hook.remove()
 
     def table(self, step: int) -> dict[str, Any]:
         """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan left a rollout out."""
@@ -141,6 +145,10 @@ class Book:
                 "Load it with attn_implementation='eager' or 'sdpa'."
             )
         return is_batched
+
+    def _keep_gradient(self, *_: Any) -> None:
+        live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._gradient = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in live.items()}
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -88,6 +88,7 @@ def decompose(
     weight_NT: Tensor,
     classes: Mapping[str, Mapping[str, Tensor]],
     response: Response | None,
+    total: Params | None = None,
     *,
     is_batched: bool = True,
 ) -> Decomposition:
@@ -98,14 +99,15 @@ def decompose(
         weight_NT: coef * scale * clip factor: with what each token's gradient entered the update.
         classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once.
         response: the optimizer's response to a gradient; None gives the predicted change alone.
+        total: what the optimizer got, minus the gradient of the loss. With it the largest class of each axis costs no backward: it is the total
+            minus the others, which is exact as long as nothing but the tokens of the step has a gradient.
 
     A class without weight has part 0 and costs nothing.
     """
     named = {(axis, name): weight_NT * mask_NT for axis, masks in classes.items() for name, mask_NT in masks.items()}
     named = {} if response is None else named
     live = [key for key, part_NT in named.items() if bool(part_NT.any())]
-    weight_CNT = torch.stack([torch.zeros_like(weight_NT), *(named[key] for key in live)])
-    direction_C = class_gradients(logprobs, before, weight_CNT)
+    direction_C = _gradients(logprobs, before, weight_NT, {key: named[key] for key in live}, total)
     for name, direction in direction_C.items():
         if response is not None:
             direction.mul_(response[name])
@@ -113,8 +115,8 @@ def decompose(
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
     found = dict(zip(live, changes))
     parts: dict[str, dict[str, Tensor]] = {}
-    for axis in {axis: None for axis, _ in named}:
-        of_axis = {name: found.get((a, name), torch.zeros_like(predicted_NT)) for a, name in named if a == axis}
+    for axis, keys in _by_axis(list(named)).items():
+        of_axis = {key[1]: found.get(key, torch.zeros_like(predicted_NT)) for key in keys}
         parts[axis] = of_axis | {REST: predicted_NT - sum(of_axis.values())}
     return Decomposition(predicted_NT, parts)
 
@@ -151,6 +153,31 @@ def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
         except (RuntimeError, NotImplementedError) as error:  # torch has no narrower type for an operation without forward mode
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
     return None, why
+
+
+def _gradients(
+    logprobs: LogProbs, params: Params, weight_NT: Tensor, named: dict[tuple[str, str], Tensor], total: Params | None
+) -> Params:
+    """An empty slot, then the gradient of each named class."""
+    keys = list(named)
+    largest = (
+        {}
+        if total is None
+        else {axis: max(of, key=lambda key: int(named[key].any(1).sum())) for axis, of in _by_axis(keys).items()}
+    )
+    nothing_NT = torch.zeros_like(weight_NT)
+    weight_CNT = torch.stack([nothing_NT, *(nothing_NT if key in largest.values() else named[key] for key in keys)])
+    gradient_C = class_gradients(logprobs, params, weight_CNT)
+    for axis, key in largest.items():
+        assert total is not None
+        slot, others = 1 + keys.index(key), [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key]
+        for name, gradient in gradient_C.items():
+            gradient[slot] = total[name] - gradient[others].sum(0)
+    return gradient_C
+
+
+def _by_axis(keys: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    return {axis: [key for key in keys if key[0] == axis] for axis, _ in keys}
 
 
 def _by_classes(weight_CNT: Tensor) -> dict[tuple[int, ...], list[int]]:

@@ -1,7 +1,7 @@
 """Probes: experiments on a saved moment of a run. Each writes raw data, a figure and a summary, and leaves the run as it was."""
 
-from counterpoise.probes.probe import PROBES, Probe, run_probe
+from counterpoise.probes.probe import PROBES, Probe, pool, run_probe
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import Change, tried
 
-__all__ = ["PROBES", "Change", "Probe", "Scene", "open_scene", "run_probe", "tried"]
+__all__ = ["PROBES", "Change", "Probe", "Scene", "open_scene", "pool", "run_probe", "tried"]

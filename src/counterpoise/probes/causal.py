@@ -137,4 +137,6 @@ def candidates(target: Token, bucket: Bucket, rows: Rows, token_ids_RT: Tensor, 
     sign_R = rows.advantage_N > 0 if bucket.sign == "positive" else rows.advantage_N < 0
     is_same_RT = token_ids_RT == token_ids_RT[row, position]
     in_RT = (is_peer_R & sign_R)[:, None] & rows.mask_NT & (weight_RT != 0)
-    return in_RT & (is_same_RT if bucket.token == "same" else ~is_same_RT) & (is_high_RT if bucket.entropy == "high" else ~is_high_RT)
+    return (
+        in_RT & (is_same_RT if bucket.token == "same" else ~is_same_RT) & (is_high_RT if bucket.entropy == "high" else ~is_high_RT)
+    )

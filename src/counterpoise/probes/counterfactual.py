@@ -28,10 +28,15 @@ VARIANTS = ("full", "positives", "negatives", "head", "full_fresh", "positives_f
 def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
     """Changes of every token of the batch's first optimizer step under each variant, and how they spread over categories."""
     rows = scene.rows
-    parts = [
-        output.table(name, lambda name=name: token_rows(scene, rows, name, *deltas(scene, rows, name))) for name in VARIANTS
-    ]
-    table = pd.concat(parts)
+    return summarise(
+        {name: output.table(name, lambda name=name: token_rows(scene, rows, name, *deltas(scene, rows, name))) for name in VARIANTS}
+    )
+
+
+def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+    """Flip rates and shares from the variants' tables, of one step or of several."""
+    parts = [tables[name] for name in VARIANTS]
+    table = pd.concat(parts, ignore_index=True)
     numbers = {"num_tokens": len(parts[0]), "num_prompts": int(parts[0]["group"].nunique())}
     numbers |= {"flip": flip_numbers(table), "share_by_category": category_shares(table)}
     numbers["share_full_minus_positives"] = share_difference(table, "full", "positives")
@@ -51,7 +56,9 @@ def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
     if variant == "head":
         found = tried(scene, rows)
         if found.head_delta_RT is None:
-            raise ValueError("counterfactual: the model's head is not plain, so there is no head-only update. Choose another model.")
+            raise ValueError(
+                "counterfactual: the model's head is not plain, so there is no head-only update. Choose another model."
+            )
         return found.head_delta_RT, found.scores.noise_floor
     side, _, fresh = variant.partition("_")
     found = tried(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
@@ -84,7 +91,9 @@ def category_shares(table: pd.DataFrame) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for variant, part in table.groupby("variant", sort=False):
         size = part["delta"].abs().to_numpy()
-        ratio_BK = clustered([size * (part["category"] == c).to_numpy() for c in names], [size] * len(names), part["group"].to_numpy())
+        ratio_BK = clustered(
+            [size * (part["category"] == c).to_numpy() for c in names], [size] * len(names), part["group"].to_numpy()
+        )
         out[str(variant)] = {c: interval(ratio_BK[:, k]) for k, c in enumerate(names)}
     first = table[table["variant"] == table["variant"].iloc[0]]
     one = np.ones(len(first))

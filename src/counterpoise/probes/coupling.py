@@ -21,13 +21,19 @@ from counterpoise.probes.updates import tried
 from counterpoise.trainer.collect import autocast
 
 
-
-def probe(scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0) -> tuple[go.Figure, dict[str, Any]]:
+def probe(
+    scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0
+) -> tuple[go.Figure, dict[str, Any]]:
     """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in 8 buckets."""
-    pairs = output.table("head", lambda: head_rows(scene, tokens))
-    causal = output.table("causal", lambda: masked_rows(scene, targets, seed))
-    numbers = {"head": head_numbers(pairs), "causal": causal_numbers(causal), "num_targets": len(causal[["row", "position"]].drop_duplicates())}
-    return figure(numbers["causal"]), numbers
+    head = output.table("head", lambda: head_rows(scene, tokens))
+    return summarise({"head": head, "causal": output.table("causal", lambda: masked_rows(scene, targets, seed))})
+
+
+def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+    """The numbers of both parts, of one step or of several."""
+    causal = causal_numbers(tables["causal"])
+    num_targets = len(tables["causal"][["group", "row", "position"]].drop_duplicates())
+    return figure(causal), {"head": head_numbers(tables["head"]), "causal": causal, "num_targets": num_targets}
 
 
 def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
@@ -38,10 +44,14 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
         state = head_state(scene.policy.model, texts)
     has_sign_M = (rows.advantage_N.sign()[:, None].expand_as(rows.mask_NT)[rows.mask_NT] != 0).nonzero().flatten()
     if len(has_sign_M) < 2:
-        raise ValueError(f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes another. Choose another step.")
+        raise ValueError(
+            f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes another. Choose another step."
+        )
     pick_M = has_sign_M[torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()]
     target_M = texts.token_ids_NT[texts.mask_NT][pick_M]
-    prompt_M, sign_M = (column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M] for column in (rows.group_N, rows.advantage_N.sign()))
+    prompt_M, sign_M = (
+        column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M] for column in (rows.group_N, rows.advantage_N.sign())
+    )
     out = []
     for prompt in [-1, *prompt_M.unique().tolist()]:
         at = torch.ones_like(prompt_M, dtype=torch.bool) if prompt == -1 else prompt_M == prompt
@@ -89,6 +99,10 @@ def causal_numbers(causal: pd.DataFrame) -> dict[str, Any]:
 def figure(causal: dict[str, Any]) -> go.Figure:
     """tau in the direction of the peers' advantage."""
     out = go.Figure()
-    out.add_bar(x=list(causal), y=[v["aligned"]["mean"] for v in causal.values()], error_y=error_bars([v["aligned"] for v in causal.values()]))
+    out.add_bar(
+        x=list(causal),
+        y=[v["aligned"]["mean"] for v in causal.values()],
+        error_y=error_bars([v["aligned"] for v in causal.values()]),
+    )
     out.update_layout(title="What three peers bring to a token: tau x sign of their advantage")
     return out.update_xaxes(title="peers: token / entropy / sign of their advantage").update_yaxes(title="change of log-prob")

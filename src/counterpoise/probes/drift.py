@@ -46,7 +46,9 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
             checkpoint.load_weights(path, model)
             for k, entry in enumerate(bank):
                 found, (bank[k],) = drift([entry], lambda prompts, solutions: score(scene, prompts, solutions))
-                out.append({"prompt": entry["prompt_id"], "step": step_of(path), **{n: found[n] for n in ("log_odds_change", "entropy")}})
+                out.append(
+                    {"prompt": entry["prompt_id"], "step": step_of(path), **{n: found[n] for n in ("log_odds_change", "entropy")}}
+                )
     finally:
         restore(saved, model, optimizer)
     return out
@@ -87,6 +89,11 @@ def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]])
 def figure(numbers: dict[str, Any]) -> go.Figure:
     """Drift over training."""
     out, found = go.Figure(), numbers["log_odds_change"]
-    out.add_scatter(x=[int(s) for s in found], y=[v["mean"] for v in found.values()], error_y=error_bars(list(found.values())), mode="lines+markers")
+    out.add_scatter(
+        x=[int(s) for s in found],
+        y=[v["mean"] for v in found.values()],
+        error_y=error_bars(list(found.values())),
+        mode="lines+markers",
+    )
     out.update_layout(title="How far the log-odds between verified solutions have moved", xaxis_title="rollout batch")
     return out.update_yaxes(title="mean |change of log-odds|, nats")

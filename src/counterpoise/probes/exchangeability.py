@@ -1,4 +1,6 @@
-"""What is left at tokens that good and bad rollouts share, under several losses: sequence coupling (M1) and sign-dependent clipping (M2) on and off.
+"""What is left at tokens that good and bad rollouts share, under several losses: M1 and M2 switched on and off.
+
+M1 is sequence coupling (a weight that holds the ratios of other tokens), M2 is clipping that depends on the sign.
 
 At a shared trie node all rollouts bring the same gradient. With centred advantages it cancels where their weights are equal. All losses get the
 same advantages (reward minus group mean), the same reduction (one constant) and the same off-policy log-probs: those of the policy after all
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 import torch
 
@@ -42,17 +45,26 @@ BASE = {"advantage": "group_mean", "credit": [], "reduction": "constant_length",
 
 
 def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
-    """Residual |sum A alpha| / sum |A alpha| of nodes that whole groups with both signs share, by loss; intervals over prompts."""
+    """Residual |sum A alpha| / sum |A alpha| of nodes that rollouts of both signs share, by loss.
+
+    Equal weights leave |sum A| / sum |A| of the rollouts at the node, 0 where the whole group is there. The excess is the distance from that.
+    """
     if len(scene.plan) < 2:
-        raise ValueError("exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with optimizer.steps_per_batch above 1.")
-    table = output.table("nodes", lambda: node_rows(scene))
-    if not len(table):
-        raise ValueError(f"exchangeability: no token of step {scene.step} is shared by a whole group with both signs. Choose another step.")
+        raise ValueError(
+            "exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with optimizer.steps_per_batch above 1."
+        )
+    return summarise({"nodes": output.table("nodes", lambda: node_rows(scene))})
+
+
+def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+    """Mean excess by loss over all nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts."""
     numbers: dict[str, Any] = {}
     for name, (m1, m2, _) in LOSSES.items():
-        part = table[table["loss"] == name]
-        found = means(part["residual"], {"all": part["residual"] >= 0}, part["group"])["all"]
-        numbers[name] = {"M1": m1, "M2": m2, "num_nodes": len(part), **found}
+        part = tables["nodes"][tables["nodes"]["loss"] == name]
+        excess = means((part["residual"] - part["of_advantage"]).abs(), {"all": part["node"] >= 0}, part["group"])["all"]
+        whole = means(part["residual"], {"all": part["is_full"]}, part["group"]).get("all")
+        counts = {"num_nodes": len(part), "num_full": int(part["is_full"].sum())}
+        numbers[name] = {"M1": m1, "M2": m2, **counts, **excess, "residual_of_full": whole}
     return figure(numbers), numbers
 
 
@@ -68,13 +80,17 @@ def node_rows(scene: Scene) -> list[dict[str, Any]]:
         loss = chosen.loss(logp_NT, rows)
         nodes = prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N)
         value_M = residual((loss.coef_NT * rows.scale_NT).double(), nodes)
+        plain_M = residual(torch.where(batch.mask_NT, credit.advantage_N[:, None], 0).double(), nodes)
         shared = sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, credit.advantage_N)
-        whole_NT = shared.is_full_NT & shared.is_both_NT
+        full = set(nodes.node_NT[shared.is_full_NT].tolist())
         group_M = torch.zeros_like(nodes.size_M).index_put(
             (nodes.node_NT[batch.mask_NT],), batch.group_N[:, None].expand_as(batch.mask_NT)[batch.mask_NT]
         )
-        for node in nodes.node_NT[whole_NT].unique().tolist():
-            out.append({"loss": name, "group": int(group_M[node]), "node": node, "residual": float(value_M[node])})
+        for node in nodes.node_NT[shared.is_both_NT].unique().tolist():
+            found = {"residual": float(value_M[node]), "of_advantage": float(plain_M[node]), "is_full": node in full}
+            out.append({"loss": name, "group": int(group_M[node]), "node": node, **found})
+    if not out:
+        raise ValueError(f"exchangeability: good and bad rollouts of step {scene.step} share no token. Choose another step.")
     return out
 
 
@@ -100,5 +116,5 @@ def figure(numbers: dict[str, Any]) -> go.Figure:
     found = list(numbers.values())
     colours = ["#D55E00" if one["M1"] or one["M2"] else "#0072B2" for one in found]
     out = go.Figure(go.Bar(x=list(numbers), y=[one["mean"] for one in found], error_y=error_bars(found), marker_color=colours))
-    out.update_layout(title="What is left at fully shared tokens (0: cancels, 1: nothing cancels); orange: M1 or M2 on")
-    return out.update_yaxes(title="residual")
+    out.update_layout(title="Shared tokens: how far a loss moves the residual from what equal weights leave; orange: M1 or M2 on")
+    return out.update_yaxes(title="mean |residual - residual of equal weights|")

@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 
 from counterpoise.files import step_of
 from counterpoise.probes.intervals import error_bars, mean_difference, means
-from counterpoise.probes.output import Output, columns_of
+from counterpoise.probes.output import STRIDE, Output, columns_of
 
-COLUMNS = ("group", "sign", "change", "delta", "is_flip")
+COLUMNS = ("step", "group", "sign", "change", "delta", "is_flip")
 SIDES = {"positive": 1, "negative": -1}
 CHANGES = ("boosted", "suppressed", "unchanged")
 
@@ -28,7 +28,7 @@ def probe(run_dir: Path, step: int, output: Output) -> tuple[go.Figure, dict[str
         have = ", ".join(str(step_of(path)) for path in sorted((run_dir / "tokens").glob("step_*.parquet"))) or "none"
         raise ValueError(f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with ledger.every.")
     table = output.table("shares", lambda: [row for path in files for row in shares(read_tokens(path), step_of(path))])
-    pooled = pd.concat([read_tokens(path).assign(cluster=lambda t, k=step_of(path): k * 1_000_000 + t["group"]) for path in files])
+    pooled = pd.concat([read_tokens(path).assign(cluster=lambda t: t["step"] * STRIDE + t["group"]) for path in files])
     return figure(table), {"steps": [step_of(path) for path in files], **pooled_numbers(pooled)}
 
 

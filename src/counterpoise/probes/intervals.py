@@ -14,6 +14,8 @@ import pandas as pd
 DRAWS = 2000
 LEVEL = (2.5, 97.5)
 
+Interval = dict[str, "float | None"]  # mean, low, high; None where the quantity is not defined
+
 
 def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], cluster: np.ndarray, seed: int = 0) -> np.ndarray:
     """Ratios sum(value) / sum(weight) of K quantities: [1 + B, K], the estimate first, then draws with the clusters drawn jointly.
@@ -24,7 +26,8 @@ def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], clust
     _, index = np.unique(np.asarray(cluster), return_inverse=True)
     num = index.max() + 1 if len(index) else 0
     total_CK, weight_CK = (
-        np.stack([np.bincount(index, np.asarray(column, float), minlength=num) for column in columns], 1) for columns in (values, weights)
+        np.stack([np.bincount(index, np.asarray(column, float), minlength=num) for column in columns], 1)
+        for columns in (values, weights)
     )
     count_BC = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), size=DRAWS).astype(float)
     count_BC = np.concatenate([np.ones((1, num)), count_BC])
@@ -32,7 +35,7 @@ def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], clust
         return (count_BC @ total_CK) / (count_BC @ weight_CK)
 
 
-def interval(ratio_B: np.ndarray) -> dict[str, float]:
+def interval(ratio_B: np.ndarray) -> Interval:
     """The estimate and its 95% percentile interval; draws in which the quantity is not defined are left out.
 
     >>> interval(np.array([0.5, 0.5, 0.5]))
@@ -41,10 +44,10 @@ def interval(ratio_B: np.ndarray) -> dict[str, float]:
     draws = ratio_B[1:][np.isfinite(ratio_B[1:])]
     low, high = np.percentile(draws, LEVEL) if len(draws) else (np.nan, np.nan)
     found = {"mean": ratio_B[0], "low": low, "high": high}
-    return {name: round(float(value), 8) if np.isfinite(value) else None for name, value in found.items()}  # pyright: ignore[reportReturnType]
+    return {name: float(f"{value:.6g}") if np.isfinite(value) else None for name, value in found.items()}
 
 
-def means(value: pd.Series, sets: dict[str, Any], cluster: Any, seed: int = 0) -> dict[str, dict[str, float]]:
+def means(value: pd.Series, sets: dict[str, Any], cluster: Any, seed: int = 0) -> dict[str, Interval]:
     """Mean of a column over named sets of rows, with intervals; an empty set is left out."""
     masks = {name: np.asarray(mask, bool) for name, mask in sets.items() if np.asarray(mask, bool).any()}
     if not masks:
@@ -54,7 +57,7 @@ def means(value: pd.Series, sets: dict[str, Any], cluster: Any, seed: int = 0) -
     return {name: interval(ratio_BK[:, k]) for k, name in enumerate(masks)}
 
 
-def mean_difference(value: Any, first: Any, second: Any, cluster: Any, seed: int = 0) -> dict[str, float]:
+def mean_difference(value: Any, first: Any, second: Any, cluster: Any, seed: int = 0) -> Interval:
     """Mean over the first set minus mean over the second, clusters drawn jointly."""
     flat = np.nan_to_num(np.asarray(value, float))
     masks = [np.asarray(first, bool), np.asarray(second, bool)]
@@ -64,5 +67,7 @@ def mean_difference(value: Any, first: Any, second: Any, cluster: Any, seed: int
 
 def error_bars(intervals: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Plotly's error bars of some intervals."""
-    up, down = ([abs((one[side] if one[side] is not None else one["mean"]) - one["mean"]) for one in intervals] for side in ("high", "low"))
+    up, down = (
+        [abs((one[side] if one[side] is not None else one["mean"]) - one["mean"]) for one in intervals] for side in ("high", "low")
+    )
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}

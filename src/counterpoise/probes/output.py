@@ -15,6 +15,7 @@ from counterpoise.files import write_json, write_table, write_text
 from counterpoise.schema import SCHEMA_VERSION
 
 Rows = list[dict[str, Any]]
+STRIDE = 1_000_000  # above any number of prompts in a batch
 
 
 class Output:
@@ -43,11 +44,30 @@ class Output:
 
     def finish(self, figure: go.Figure, numbers: dict[str, Any]) -> dict[str, Any]:
         """Write the figure and the summary; returns the summary."""
-        page = figure.update_layout(template="plotly_white").to_html(include_plotlyjs=True, full_html=True)
-        write_text(self.folder / "figure.html", page)
-        summary = {**self.facts, "folder": str(self.folder), "numbers": numbers}
-        write_json(self.folder / "summary.json", {key: value for key, value in summary.items() if key != "folder"})
-        return summary
+        return write_summary(self.folder, figure, self.facts, numbers)
+
+
+def write_summary(folder: Path, figure: go.Figure, facts: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
+    """``figure.html`` and ``summary.json``; returns the summary with the folder it is in."""
+    page = figure.update_layout(template="plotly_white").to_html(include_plotlyjs=True, full_html=True)
+    write_text(folder / "figure.html", page)
+    summary = {**facts, "schema_version": SCHEMA_VERSION, "numbers": numbers}
+    write_json(folder / "summary.json", summary)
+    return {**summary, "folder": str(folder)}
+
+
+def pooled_tables(folders: list[Path]) -> dict[str, pd.DataFrame]:
+    """Tables of several steps as one each; groups and pairs of different steps get different numbers."""
+    names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]
+    return {name: pd.concat([_shifted(pd.read_parquet(f / f"{name}.parquet"), k) for k, f in enumerate(folders)]) for name in names}
+
+
+def _shifted(frame: pd.DataFrame, k: int) -> pd.DataFrame:
+    out = frame.copy()
+    for name in ("group", "pair"):
+        if name in frame:  # negative numbers are no groups
+            out[name] = frame[name].where(frame[name] < 0, frame[name] + k * STRIDE)
+    return out
 
 
 def columns_of(frame: pd.DataFrame, where: str, names: tuple[str, ...]) -> pd.DataFrame:

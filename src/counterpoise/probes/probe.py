@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from counterpoise.build import nearest
 from counterpoise.files import step_of
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Output, pooled_tables, write_summary
 from counterpoise.probes.scene import checkpoint_of, open_scene, read_config
 
 
@@ -34,8 +34,12 @@ class Probe(NamedTuple):
 
 PROBES = {
     "flips": Probe("counterpoise.probes.flips", False, "E1: tokens that move against their own advantage, over training"),
-    "coupling": Probe("counterpoise.probes.coupling", True, "E2: which tokens push which, by the head's kernel and by masking peers"),
-    "counterfactual": Probe("counterpoise.probes.counterfactual", True, "E3: the update with positives, negatives or the head alone"),
+    "coupling": Probe(
+        "counterpoise.probes.coupling", True, "E2: which tokens push which, by the head's kernel and by masking peers"
+    ),
+    "counterfactual": Probe(
+        "counterpoise.probes.counterfactual", True, "E3: the update with positives, negatives or the head alone"
+    ),
     "value": Probe("counterpoise.probes.value", True, "E4: Monte Carlo value of boosted and suppressed tokens"),
     "exchangeability": Probe("counterpoise.probes.exchangeability", True, "what is left at shared tokens under several losses"),
     "tax": Probe("counterpoise.probes.tax", True, "KL spent at shared contexts beside the KL where rollouts part"),
@@ -67,6 +71,23 @@ def run_probe(
     subject = (open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
     figure, numbers = chosen.run(*subject, output, **whole)
     return output.finish(figure, numbers)
+
+
+def pool(run_dir: Path, name: str) -> dict[str, Any]:
+    """The numbers of a probe over all steps at which it was run; prompts of different steps are different clusters.
+
+    Written to ``RUN/probes/<name>/pooled/``.
+    """
+    chosen = PROBES.get(name)
+    summarise = getattr(importlib.import_module(chosen.module), "summarise", None) if chosen else None
+    if summarise is None:
+        raise ValueError(f"probe {name!r} has nothing to pool. {nearest(name, [n for n in PROBES if n not in ('flips', 'drift')])}")
+    folders = [path.parent for path in sorted((run_dir / "probes" / name).glob("step_*/summary.json"))]
+    if not folders:
+        raise ValueError(f"{run_dir}: probe {name} was not run at any step yet. Run it with --step first.")
+    figure, numbers = summarise(pooled_tables(folders))
+    folder = run_dir / "probes" / name / "pooled"
+    return write_summary(folder, figure, {"probe": name, "steps": [step_of(path) for path in folders]}, numbers)
 
 
 def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:

@@ -120,4 +120,3 @@ def with_prompts(collected: Collected, task: Any, config: Config, state: LoopSta
 def placed(values_M: Tensor, mask_NT: Tensor, fill: Any = 0) -> Tensor:
     """Token values laid end to end, back in their places."""
     return values_M.new_full(mask_NT.shape, fill).masked_scatter(mask_NT, values_M)
-

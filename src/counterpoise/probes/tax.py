@@ -1,22 +1,22 @@
 """The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they part.
 
-Over training it comes from the run's ledger; at the snapshot the first optimizer step is tried in full, with one sign alone, and at fractions of
-its length: to second order the tax is 1/2 eta^2 g^T F g, so half a step costs a quarter.
+The first optimizer step of the batch is tried in full, with one sign alone, and at fractions of its length: to second order the tax is
+1/2 eta^2 g^T F g, so half a step costs a quarter. Over training the ledger keeps it (``ledger/tax/...`` of the metrics).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from counterpoise.files import read_jsonl
 from counterpoise.ledger import Sharing, copied, restore, sharing, snapshot, trainable
 from counterpoise.ledger.account import scored
 from counterpoise.probes.counterfactual import SIDES, enters
-from counterpoise.probes.intervals import means
+from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import forget, tried
@@ -28,16 +28,19 @@ FRACTIONS = (0.25, 0.5, 1.0, 2.0)
 
 
 def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
-    """Mean KL by kind of context and variant, the quadratic law, and the run's own series."""
-    table = output.table("contexts", lambda: context_rows(scene))
+    """Mean KL by kind of context and variant, and the quadratic law."""
+    contexts = output.table("contexts", lambda: context_rows(scene))
+    return summarise({"contexts": contexts, "lengths": output.table("lengths", lambda: length_rows(scene))})
+
+
+def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+    """The numbers of one step or of several."""
     numbers: dict[str, Any] = {}
+    table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()
     for variant, part in table.groupby("variant", sort=False):
         numbers[str(variant)] = means(part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"])
-    lengths = output.table("lengths", lambda: length_rows(scene))
-    whole = float(lengths[lengths["fraction"] == 1.0]["kl"].iloc[0])
-    law = {str(f): round(float(k) / whole, 4) for f, k in zip(lengths["fraction"], lengths["kl"])} if whole > 0 else {}
-    numbers["kl_of_fraction_over_kl_of_step"] = law
-    return figure(scene), numbers
+    law = {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()} if by_length[1.0] > 0 else {}
+    return figure(numbers), numbers | {"kl_of_fraction_over_kl_of_step": law}
 
 
 def context_rows(scene: Scene) -> list[dict[str, Any]]:
@@ -90,13 +93,12 @@ def move(model: torch.nn.Module, before: dict[str, Tensor], after: dict[str, Ten
             p.copy_(before[name] + fraction * (after[name] - before[name]))
 
 
-def figure(scene: Scene) -> go.Figure:
-    """The run's cumulative tax by kind of context, over training."""
-    metrics, out = read_jsonl(scene.run_dir / "metrics.jsonl"), go.Figure()
-    for name in CONTEXTS:
-        key = f"ledger/tax/cumulative_{name}"
-        found = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
-        if found:
-            out.add_scatter(x=[s for s, _ in found], y=[v for _, v in found], mode="lines+markers", name=name.replace("_", " "))
-    out.update_layout(title="KL spent so far, by kind of context (ledgered batches)", xaxis_title="rollout batch")
-    return out.update_yaxes(title="nats a token")
+def figure(numbers: dict[str, Any]) -> go.Figure:
+    """KL by kind of context and variant."""
+    out = go.Figure()
+    for variant, found in numbers.items():
+        out.add_bar(
+            x=list(found), y=[one["mean"] for one in found.values()], error_y=error_bars(list(found.values())), name=variant
+        )
+    out.update_layout(title="KL that one optimizer step spends, by kind of context", barmode="group")
+    return out.update_yaxes(title="KL(after || before), nats a token", type="log")

@@ -51,7 +51,9 @@ def tried(scene: Scene, rows: Rows, enters_RT: Tensor | None = None, *, memory: 
     model, optimizer = scene.policy.model, scene.optimizer
     if enters_RT is not None:
         if not bool((enters_RT & rows.mask_NT).any()):
-            raise ValueError(f"probe: no token of step {scene.step} is in this class, so there is no update to try. Choose another step.")
+            raise ValueError(
+                f"probe: no token of step {scene.step} is in this class, so there is no update to try. Choose another step."
+            )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
     saved, before = snapshot(model, optimizer), copied(trainable(model))
     try:

@@ -44,7 +44,12 @@ def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, se
         output.table(f"values_{origin}", lambda origin=origin: valued(scene, found[found["origin"] == origin], samples, seed))
         for origin in ORIGINS
     ]
-    table = pd.concat(parts)
+    return summarise({f"values_{origin}": part for origin, part in zip(ORIGINS, parts)})
+
+
+def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+    """Means and paired differences, of one step or of several."""
+    table = pd.concat([tables[f"values_{origin}"] for origin in ORIGINS], ignore_index=True)
     numbers = {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
     return figure(numbers), numbers
 
@@ -145,7 +150,9 @@ def numbers_of(table: pd.DataFrame) -> dict[str, Any]:
         gap = wide["boosted"] - wide["suppressed"]
         out[f"{quantity}_difference"] = means(gap, {"all": np.ones(len(gap), bool)}, cluster).get("all")
     for column in ("position", "entropy"):
-        out[f"{column}_difference"] = round(float(table[sets["boosted"]][column].mean() - table[sets["suppressed"]][column].mean()), 4)
+        out[f"{column}_difference"] = round(
+            float(table[sets["boosted"]][column].mean() - table[sets["suppressed"]][column].mean()), 4
+        )
     return out
 
 

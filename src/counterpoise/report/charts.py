@@ -69,7 +69,7 @@ def of_tokens(column: str, x: str) -> Draw:
             if not tokens.has(frame, column, "sign"):
                 continue
             for sign, name in SIGNS.items():
-                value = frame[column][(frame["sign"] == sign) & frame[column].notna()].to_numpy(float)
+                value = np.asarray(frame[column][(frame["sign"] == sign) & frame[column].notna()], float)
                 shade = SIGN_COLOUR[name] if len(groups) == 1 else figures.colour(at)
                 style = "solid" if len(groups) == 1 or sign > 0 else "dot"
                 if len(value):
@@ -193,10 +193,7 @@ def _tokens_at(run: RunFolder, step: int) -> tuple[int, pd.DataFrame] | None:
 
 def _over_runs(rows: list[Row]) -> Row:
     values = [row.value.mean for row in rows]
-    if len(values) == 2:
-        interval = Interval(float(np.mean(values)), min(values), max(values))
-    else:
-        interval = over_seeds(values)
+    interval = Interval(float(np.mean(values)), min(values), max(values)) if len(values) == 2 else over_seeds(values)
     return Row(rows[0].label, interval, sum(row.count for row in rows))
 
 
@@ -214,7 +211,7 @@ CHARTS: tuple[Chart, ...] = (
         "learning",
         "Held-out accuracy",
         "The result. Prompts were never trained on; differences smaller than the band are noise.",
-        "Mean reward over held-out prompts. Band: 95% bootstrap over prompts for one run, Student's t over three or more seeds, the range of two.",
+        "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds for three or more (two: their range).",
         of_evals,
         is_wide=True,
     ),
@@ -313,7 +310,7 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Predicted against actual change",
         "Points on the dotted line: the first-order account explains the update, so its parts can be trusted.",
-        "Predicted: first-order change along the actual parameter difference. r: Pearson's correlation over all tokens of the step; the points are an even sample.",
+        "Predicted: first-order change along the actual parameter difference. r: Pearson's correlation over all tokens; points: a sample.",
         of_prediction,
     ),
     Chart(
@@ -329,7 +326,7 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "What is left at shared tokens",
         "0 means that tokens which good and bad answers share cancel; the other lines say which part of the method broke that.",
-        "|sum of A alpha| / sum of |A alpha| over the rollouts of a shared trie node, mean over nodes; coupling, clip and length: what each adds.",
+        "|sum of A alpha| / sum of |A alpha| over the rollouts of a shared trie node, mean over nodes; the others: what each adds.",
         of_keys(
             ("ledger/residual/full", "residual"),
             ("ledger/residual/coupling", "from coupling"),
@@ -342,7 +339,7 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Learning tax",
         "Change where all answers agree is paid for nothing; change at the forks is what learning is for.",
-        "KL(after || before) of an optimizer step, mean over tokens: at contexts that the whole group shares, and at forks between good and bad answers.",
+        "KL(after || before) of an optimizer step, mean over tokens, by context: shared by the whole group, forks of good and bad, others.",
         of_keys(
             ("ledger/tax/shared", "shared contexts"),
             ("ledger/tax/discriminating", "forks"),
@@ -355,7 +352,9 @@ CHARTS: tuple[Chart, ...] = (
         "Solution drift",
         "Moves among equally correct solutions: taste, not skill. A method that only removes errors stays near 0.",
         "Mean over a frozen bank of prompts of |change of the log-odds between two verified solutions| since they were first scored.",
-        of_keys(("ledger/drift/log_odds_change", "log-odds change"),),
+        of_keys(
+            ("ledger/drift/log_odds_change", "log-odds change"),
+        ),
     ),
     Chart(
         "shared_entropy",

@@ -51,7 +51,9 @@ class Comparison(NamedTuple):
     notes: list[str]
 
 
-def comparison(groups: Sequence[Group], *, metric: str = ACCURACY, baseline: str | None = None, threshold: float | None = None) -> Comparison:
+def comparison(
+    groups: Sequence[Group], *, metric: str = ACCURACY, baseline: str | None = None, threshold: float | None = None
+) -> Comparison:
     """Compare groups of runs by one number.
 
     Args:
@@ -65,13 +67,19 @@ def comparison(groups: Sequence[Group], *, metric: str = ACCURACY, baseline: str
         metric = "reward/mean"
         notes.append("No run has held-out evaluations: compared by training reward.")
     kept = [Group(group.label, [run for run in group.runs if not _series(run, metric).empty]) for group in groups]
-    notes += [f"{g.label}: {len(g.runs) - len(k.runs)} run(s) without {metric}." for g, k in zip(groups, kept) if len(g.runs) > len(k.runs)]
+    notes += [
+        f"{g.label}: {len(g.runs) - len(k.runs)} run(s) without {metric}."
+        for g, k in zip(groups, kept)
+        if len(g.runs) > len(k.runs)
+    ]
     kept = [group for group in kept if group.runs]
     if not kept:
         raise ValueError(f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean.")
     base = _baseline(kept, baseline)
     threshold = over_seeds([_final(run, metric) for run in base.runs]).mean if threshold is None else threshold
-    return Comparison(metric, base.label, threshold, [_line(g, base, metric, threshold) for g in kept], notes + _caveats(kept, metric))
+    return Comparison(
+        metric, base.label, threshold, [_line(g, base, metric, threshold) for g in kept], notes + _caveats(kept, metric)
+    )
 
 
 def as_json(found: Comparison) -> dict[str, Any]:

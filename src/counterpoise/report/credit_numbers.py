@@ -5,7 +5,7 @@ Every mean over tokens comes with a bootstrap interval over prompts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ import pandas as pd
 from counterpoise.report.folder import RunFolder
 from counterpoise.report.stats import NONE, Interval, by_cluster, over_clusters
 
+Frame = Any  # a pandas.DataFrame; type checkers take its boolean selections for something else
 COLUMNS = (
     "group",
     "rollout",
@@ -46,7 +47,7 @@ class Row(NamedTuple):
     count: int
 
 
-def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, pd.DataFrame] | None:
+def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, Frame] | None:
     """Response tokens of a step (the last one with a readable table), those that take part in the loss."""
     for at in [step] if step is not None else reversed(run.steps("tokens")):
         run.columns("tokens", at)
@@ -58,19 +59,22 @@ def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, pd.DataFram
     return None
 
 
-def _typed(frame: pd.DataFrame) -> pd.DataFrame:
+def _typed(frame: Frame) -> Frame:
     """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may hold anything."""
     return frame.assign(
-        **{name: frame[name].astype(str) if name in TEXTS else pd.to_numeric(frame[name], errors="coerce") for name in frame.columns}
+        **{
+            name: frame[name].astype(str) if name in TEXTS else pd.to_numeric(frame[name], errors="coerce")
+            for name in frame.columns
+        }
     )
 
 
-def has(frame: pd.DataFrame, *columns: str) -> bool:
+def has(frame: Frame, *columns: str) -> bool:
     """Whether all the columns are there with at least one value."""
     return all(column in frame and frame[column].notna().any() for column in columns)
 
 
-def category_mass(frame: pd.DataFrame) -> dict[str, list[Row]]:
+def category_mass(frame: Frame) -> dict[str, list[Row]]:
     """Share of the sum of |credit| that each category holds, within the tokens of each sign."""
     if not has(frame, "category", "advantages", "sign", "group"):
         return {}
@@ -88,7 +92,7 @@ def category_mass(frame: pd.DataFrame) -> dict[str, list[Row]]:
     return out
 
 
-def flip_rates(frame: pd.DataFrame) -> list[Row]:
+def flip_rates(frame: Frame) -> list[Row]:
     """Share of tokens that moved against the sign of their own advantage, by that sign."""
     if not has(frame, "is_flip", "sign", "group"):
         return []
@@ -99,7 +103,7 @@ def flip_rates(frame: pd.DataFrame) -> list[Row]:
     return rows
 
 
-def change_shares(frame: pd.DataFrame) -> dict[str, list[Row]]:
+def change_shares(frame: Frame) -> dict[str, list[Row]]:
     """Shares of boosted, suppressed and unchanged tokens, by the sign of the advantage."""
     if not has(frame, "change", "sign", "group"):
         return {}
@@ -111,18 +115,21 @@ def change_shares(frame: pd.DataFrame) -> dict[str, list[Row]]:
     return out
 
 
-def sharing(frame: pd.DataFrame) -> pd.Series:
+def sharing(frame: Frame) -> pd.Series:
     """How each token's node is shared: by rollouts of both signs, by several of one sign, or not at all."""
     up, down = frame["node_positive"].fillna(0), frame["node_negative"].fillna(0)
     return pd.Series(np.select([(up > 0) & (down > 0), up + down > 1], SHARING[:2], SHARING[2]), index=frame.index)
 
 
-def cancellation_by_sharing(frame: pd.DataFrame) -> list[Row]:
+def cancellation_by_sharing(frame: Frame) -> list[Row]:
     """Mean cancellation of tokens by how their node is shared."""
     if not has(frame, "cancellation", "node_positive", "node_negative", "group"):
         return []
     kind = sharing(frame)
-    return [Row(name, by_cluster(frame["cancellation"][kind == name], frame["group"][kind == name]), int((kind == name).sum())) for name in SHARING]
+    return [
+        Row(name, by_cluster(frame["cancellation"][kind == name], frame["group"][kind == name]), int((kind == name).sum()))
+        for name in SHARING
+    ]
 
 
 class Prediction(NamedTuple):
@@ -130,10 +137,10 @@ class Prediction(NamedTuple):
 
     correlation: float
     num_tokens: int
-    sample: pd.DataFrame
+    sample: Frame
 
 
-def prediction(frame: pd.DataFrame, size: int = 1500) -> Prediction | None:
+def prediction(frame: Frame, size: int = 1500) -> Prediction | None:
     """Pearson correlation of ``predicted`` and ``delta`` over all tokens; the sample is an even draw by position in the table."""
     if not has(frame, "predicted", "delta"):
         return None
@@ -154,7 +161,7 @@ class TopToken(NamedTuple):
     mean_delta: float
 
 
-def top_tokens(frame: pd.DataFrame, num: int = 12) -> tuple[list[TopToken], list[TopToken]]:
+def top_tokens(frame: Frame, num: int = 12) -> tuple[list[TopToken], list[TopToken]]:
     """Token texts with the largest and the smallest sum of credit: (up, down)."""
     if not has(frame, "text", "advantages", "group"):
         return [], []
@@ -164,7 +171,7 @@ def top_tokens(frame: pd.DataFrame, num: int = 12) -> tuple[list[TopToken], list
     return [_top(frame, text) for text in up], [_top(frame, text) for text in down]
 
 
-def _top(frame: pd.DataFrame, text: str) -> TopToken:
+def _top(frame: Frame, text: str) -> TopToken:
     rows = frame[frame["text"] == text]
     delta = float(rows["delta"].mean()) if has(rows, "delta") else float("nan")
     return TopToken(text, len(rows), float(rows["advantages"].sum()), by_cluster(rows["advantages"], rows["group"]), delta)

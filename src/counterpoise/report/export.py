@@ -33,9 +33,16 @@ def write_export(run: RunFolder, out: Path, steps: Sequence[int], prompts: int |
     found = [open_step(run, step) for step in steps]
     embedded = {"run": viewer_data.run_info(run), "steps": {str(s.step): _step(s, prompts) for s in found}}
     embedded["run"]["steps"] = [{"step": s.step, "has_tokens": s.source == "tokens"} for s in found]
-    size = sum(rollout["length"] for step in embedded["steps"].values() for group in step["info"]["groups"] for rollout in group["rollouts"])
+    size = sum(
+        rollout["length"]
+        for step in embedded["steps"].values()
+        for group in step["info"]["groups"]
+        for rollout in group["rollouts"]
+    )
     if size > MAX_TOKENS:
-        raise ValueError(f"view --export: {size:,} tokens are too many for one page ({MAX_TOKENS:,}). Choose fewer steps, or --prompts N.")
+        raise ValueError(
+            f"view --export: {size:,} tokens are too many for one page ({MAX_TOKENS:,}). Choose fewer steps, or --prompts N."
+        )
     path = out / "index.html"
     write_text(path, page(embedded))
     return path
@@ -48,7 +55,9 @@ def page(embedded: dict[str, Any]) -> str:
     html = asset("viewer.html")
     html = html.replace('<link rel="stylesheet" href="assets/tokens.css">\n', "")
     html = html.replace('<link rel="stylesheet" href="assets/viewer.css">', f"<style>{style}</style>")
-    html = html.replace("<meta name=\"viewport", f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}\">\n<meta name=\"viewport")
+    html = html.replace(
+        '<meta name="viewport', f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n<meta name="viewport'
+    )
     data = json.dumps(embedded, allow_nan=False).replace("<", "\\u003c")
     scripts = f'<script type="application/json" id="embedded">{data}</script>\n<script type="module">{script}</script>'
     return html.replace('<script type="module" src="assets/viewer.js"></script>', scripts)
@@ -65,7 +74,10 @@ def _step(found: StepTokens, prompts: int | None) -> dict[str, Any]:
     names = ["text", "node_positive", "node_negative", *(c["name"] for c in info["columns"])]
     words = {name: found.column(name).words for name in names if name != "text" and found.column(name).words is not None}
     flags = [name for name in names if found.column(name).is_flag]
-    columns = {str(group["group"]): {name: _packed(found, group["group"], name) for name in dict.fromkeys(names)} for group in info["groups"]}
+    columns = {
+        str(group["group"]): {name: _packed(found, group["group"], name) for name in dict.fromkeys(names)}
+        for group in info["groups"]
+    }
     return {"info": info, "words": words, "flags": flags, "columns": columns}
 
 

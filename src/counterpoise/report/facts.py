@@ -136,7 +136,11 @@ def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
 
 
 def _seconds(timing: pd.DataFrame) -> float:
-    return float(timing[[c for c in timing.columns if c.endswith("_s") and not c.endswith("_per_s")]].sum().sum()) if len(timing) else 0.0
+    return (
+        float(timing[[c for c in timing.columns if c.endswith("_s") and not c.endswith("_per_s")]].sum().sum())
+        if len(timing)
+        else 0.0
+    )
 
 
 def _of_seeds(series: Sequence[Any]) -> str:

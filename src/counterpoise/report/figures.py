@@ -67,7 +67,9 @@ def blank(x: str = "", y: str = "") -> go.Figure:
     return figure
 
 
-def curves(found: Sequence[tuple[str, Curve]], *, y: str = "", x: str = "rollout batch", zero: bool = False, markers: bool = False) -> Drawing:
+def curves(
+    found: Sequence[tuple[str, Curve]], *, y: str = "", x: str = "rollout batch", zero: bool = False, markers: bool = False
+) -> Drawing:
     """Lines over steps with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
     for at, (_, curve) in enumerate(found):
@@ -99,7 +101,15 @@ def bars(found: Sequence[tuple[str, str, Sequence[Row]]], *, y: str = "") -> Dra
             y=mean,
             name=chart_label(label),
             marker={"color": shade, "line": {"width": 0}},
-            error_y={"type": "data", "symmetric": False, "array": high - mean, "arrayminus": mean - low, "thickness": 1.2, "width": 3, "color": NEUTRAL},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": high - mean,
+                "arrayminus": mean - low,
+                "thickness": 1.2,
+                "width": 3,
+                "color": NEUTRAL,
+            },
             hovertemplate="%{y:.4g}<extra>%{fullData.name}</extra>",
         )
         keys.append(Key(label, shade, "bar", f"{sum(row.count for row in rows):,} tokens"))
@@ -138,7 +148,9 @@ def scatter(found: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x:
     pooled = np.concatenate([np.concatenate([xs, ys]) for _, _, xs, ys, _ in found])
     low, high = (float(v) for v in np.quantile(pooled, [0.002, 0.998]))
     pad = 0.05 * (high - low) or 1e-9
-    figure.add_scatter(x=[low, high], y=[low, high], mode="lines", line={"color": NEUTRAL, "width": 1, "dash": "dot"}, hoverinfo="skip")
+    figure.add_scatter(
+        x=[low, high], y=[low, high], mode="lines", line={"color": NEUTRAL, "width": 1, "dash": "dot"}, hoverinfo="skip"
+    )
     for label, shade, xs, ys, text in found:
         marker = {"color": shade, "size": 4, "opacity": 0.5, "line": {"width": 0}}
         template = "predicted %{x:.3g}<br>actual %{y:.3g}<extra>%{fullData.name}</extra>"
@@ -150,7 +162,9 @@ def scatter(found: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x:
     return Drawing(figure, keys)
 
 
-def add_interval_points(figure: go.Figure, steps: Sequence[int], rows: Sequence[Row], label: str, shade: str, style: str = "solid") -> None:
+def add_interval_points(
+    figure: go.Figure, steps: Sequence[int], rows: Sequence[Row], label: str, shade: str, style: str = "solid"
+) -> None:
     """A line over steps whose points carry intervals."""
     mean, low, high = (np.array(column, float) for column in zip(*(row.value for row in rows)))
     _add_band(figure, np.array(steps), low, high, shade)
@@ -158,10 +172,21 @@ def add_interval_points(figure: go.Figure, steps: Sequence[int], rows: Sequence[
     _add_line(figure, np.array(steps), mean, line, name=chart_label(label), mode="lines+markers")
 
 
-def _add_line(figure: go.Figure, x: np.ndarray, y: np.ndarray, line: dict, *, name: str = "", mode: str = "lines", opacity: float = 1.0) -> None:
+def _add_line(
+    figure: go.Figure, x: np.ndarray, y: np.ndarray, line: dict, *, name: str = "", mode: str = "lines", opacity: float = 1.0
+) -> None:
     hover = {"hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>"} if name else {"hoverinfo": "skip"}
     figure.add_scatter(
-        x=x, y=y, mode=mode, line=line, marker={"size": 5}, name=name, showlegend=bool(name), opacity=opacity, connectgaps=True, **hover
+        x=x,
+        y=y,
+        mode=mode,
+        line=line,
+        marker={"size": 5},
+        name=name,
+        showlegend=bool(name),
+        opacity=opacity,
+        connectgaps=True,
+        **hover,
     )
 
 

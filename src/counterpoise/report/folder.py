@@ -141,7 +141,7 @@ def read_columns(file: Path, columns: Sequence[str] | None, equal: dict[str, int
     table = parquet.read_row_groups(groups, columns=wanted)
     for name, value in (equal or {}).items():
         if name in wanted:
-            table = table.filter(pc.equal(table.column(name), value))
+            table = table.filter(pc.field(name) == value)
     return table.select([name for name in wanted if columns is None or name in columns])
 
 
@@ -214,7 +214,8 @@ def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) ->
     if frame.empty:
         return pd.DataFrame({"step": pd.Series(dtype="int64")})
     numeric = frame.apply(lambda column: pd.to_numeric(column, errors="coerce"))
-    return numeric.drop_duplicates("step", keep="last").sort_values("step").reset_index(drop=True)
+    is_last = ~numeric["step"].duplicated(keep="last")
+    return numeric.loc[is_last].sort_values(by="step").reset_index(drop=True)
 
 
 def _first_line(error: BaseException) -> str:

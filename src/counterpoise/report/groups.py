@@ -15,7 +15,17 @@ from counterpoise.report.folder import RunFolder
 from counterpoise.report.stats import over_seeds
 
 # settings that cannot change what is learnt
-OBSERVERS = ("seed", "run_dir", "trackers", "project", "ledger", "checkpoint_every", "keep_checkpoints", "keep_every", "save_rollouts_every")
+OBSERVERS = (
+    "seed",
+    "run_dir",
+    "trackers",
+    "project",
+    "ledger",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "keep_every",
+    "save_rollouts_every",
+)
 MAX_SETTINGS = 2000
 
 

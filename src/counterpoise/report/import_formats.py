@@ -19,7 +19,7 @@ Encode = Callable[[str], tuple[list[int], list[str]]]
 
 
 class Imported(NamedTuple):
-    """One rollout. ``columns`` are lists, one value a response token, named as in ``counterpoise.schema``; ``prompt`` or ``prompt_ids`` tell the group."""
+    """One rollout; ``prompt`` or ``prompt_ids`` tell its group. ``columns``: lists named as in ``counterpoise.schema``, one value a token."""
 
     step: int
     prompt: str | None
@@ -55,7 +55,11 @@ def nemo_rl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]
         mask = [bool(x) for x in row["token_loss_mask"]]
         start = _first_true(where, mask)
         columns = {"token_ids": _part(where, row, "token_ids", start, size), "loss_mask": mask[start:size]}
-        for theirs, ours in (("generation_logprobs", "inference_logprobs"), ("prev_logprobs", "trainer_logprobs"), ("advantages", "advantages")):
+        for theirs, ours in (
+            ("generation_logprobs", "inference_logprobs"),
+            ("prev_logprobs", "trainer_logprobs"),
+            ("advantages", "advantages"),
+        ):
             if isinstance(row.get(theirs), list) and len(row[theirs]) >= size:
                 columns[ours] = _part(where, row, theirs, start, size)
         if row.get("sample_loss_mask") in (0, 0.0):
@@ -78,11 +82,18 @@ def slime(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) 
             ids, size = _plain(rows["tokens"][at]), int(rows["response_lengths"][at])
             columns: dict[str, list[Any]] = {"token_ids": ids[len(ids) - size :]}
             columns["loss_mask"] = [bool(x) for x in _plain(rows["loss_masks"][at])] if "loss_masks" in rows else [True] * size
-            for theirs, ours in (("rollout_log_probs", "inference_logprobs"), ("log_probs", "trainer_logprobs"), ("advantages", "advantages"), ("entropy", "entropy")):
+            for theirs, ours in (
+                ("rollout_log_probs", "inference_logprobs"),
+                ("log_probs", "trainer_logprobs"),
+                ("advantages", "advantages"),
+                ("entropy", "entropy"),
+            ):
                 value = _plain(rows[theirs][at]) if theirs in rows else None
                 if isinstance(value, list) and len(value) == size:
                     columns[ours] = value
-            advantage = _shared_value(columns) if "advantages" in columns else _scalar(rows["rewards"][at] if "rewards" in rows else None)
+            advantage = (
+                _shared_value(columns) if "advantages" in columns else _scalar(rows["rewards"][at] if "rewards" in rows else None)
+            )
             reward = _scalar(raw[at] if raw is not None else rows["rewards"][at] if "rewards" in rows else None)
             stop = ("length" if rows["truncated"][at] else "stop") if "truncated" in rows else None
             yield Imported(step, None, ids[: len(ids) - size], None, reward, advantage, columns, stop)
@@ -103,7 +114,13 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
             columns: dict[str, list[Any]] = {"token_ids": ids, "text": texts, "loss_mask": [True] * len(ids)}
             found = [row[name] for name in names if row[name] is not None]
             yield Imported(
-                int(row.get("step") or 0), _message_text(row["prompt"]), [], text, float(sum(found)) if found else None, _scalar(row.get("advantage")), columns
+                int(row.get("step") or 0),
+                _message_text(row["prompt"]),
+                [],
+                text,
+                float(sum(found)) if found else None,
+                _scalar(row.get("advantage")),
+                columns,
             )
 
 
@@ -149,7 +166,9 @@ def _need(where: str, row: Any, names: Sequence[str]) -> None:
 def _part(where: str, row: dict[str, Any], name: str, start: int, end: int) -> list[Any]:
     value = row[name]
     if not isinstance(value, list) or len(value) < end:
-        raise ValueError(f"import: {where}: {name} must be a list of {end} values, got {len(value) if isinstance(value, list) else type(value).__name__}.")
+        raise ValueError(
+            f"import: {where}: {name} must be a list of {end} values, got {len(value) if isinstance(value, list) else type(value).__name__}."
+        )
     return value[start:end]
 
 
@@ -208,7 +227,9 @@ def _torch_file(file: Path) -> dict[str, Any]:
         data = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"import: {file} holds more than tensors, numbers and texts, or is broken ({reason}). Nothing else is unpickled.") from None
+        raise ValueError(
+            f"import: {file} holds more than tensors, numbers and texts, or is broken ({reason}). Nothing else is unpickled."
+        ) from None
     if not isinstance(data, dict):
         raise ValueError(f"import: {file} must hold a dict, got {type(data).__name__}.")
     return data
@@ -219,7 +240,11 @@ def _reward_columns(table: Any) -> list[str]:
         return ["reward"]
     import pyarrow as pa
 
-    return [f.name for f in table.schema if f.name not in ("step", "advantage") and (pa.types.is_floating(f.type) or pa.types.is_integer(f.type))]
+    return [
+        f.name
+        for f in table.schema
+        if f.name not in ("step", "advantage") and (pa.types.is_floating(f.type) or pa.types.is_integer(f.type))
+    ]
 
 
 def _message_text(value: Any) -> str:

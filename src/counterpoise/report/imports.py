@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -37,7 +38,9 @@ def import_run(
     """
     if kind not in FORMATS:
         close = difflib.get_close_matches(kind, FORMATS, 1)
-        raise ValueError(f"import: unknown format {kind!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(FORMATS)}.")
+        raise ValueError(
+            f"import: unknown format {kind!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(FORMATS)}."
+        )
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"import: {str(out)!r} is not empty. Choose another folder with --out.")
     read, pattern = FORMATS[kind]
@@ -64,7 +67,9 @@ def _write_step(out: Path, step: int, rows: list[Imported], decode: Any, categor
     append_json(out / "metrics.jsonl", {"step": step, **_metrics(rows)})
 
 
-def _rollout_columns(step: int, rows: list[Imported], group_N: list[int], prompts: list[str | None], texts: list[list[str]] | None) -> dict[str, Any]:
+def _rollout_columns(
+    step: int, rows: list[Imported], group_N: list[int], prompts: list[str | None], texts: list[list[str]] | None
+) -> dict[str, Any]:
     return {
         "step": [step] * len(rows),
         "rollout": list(range(len(rows))),
@@ -82,7 +87,9 @@ def _rollout_columns(step: int, rows: list[Imported], group_N: list[int], prompt
     }
 
 
-def _token_columns(step: int, rows: list[Imported], group_N: list[int], texts: list[list[str]] | None, categories: Any) -> dict[str, Any]:
+def _token_columns(
+    step: int, rows: list[Imported], group_N: list[int], texts: list[list[str]] | None, categories: Any
+) -> dict[str, Any]:
     length_N = [len(row.columns["token_ids"]) for row in rows]
 
     def spread(values: Sequence[Any]) -> list[Any]:
@@ -139,7 +146,9 @@ def _weights(row: Imported) -> list[float | None]:
 def _metrics(rows: list[Imported]) -> dict[str, float]:
     rewards = [row.reward for row in rows if row.reward is not None]
     lengths = [len(row.columns["token_ids"]) for row in rows]
-    entropy = [v for row in rows for v, keep in zip(row.columns.get("entropy") or [], row.columns["loss_mask"]) if keep and v is not None]
+    entropy = [
+        v for row in rows for v, keep in zip(row.columns.get("entropy") or [], row.columns["loss_mask"]) if keep and v is not None
+    ]
     out = {"rollouts/num": len(rows), "rollouts/length": sum(lengths) / len(lengths), "rollouts/num_tokens": sum(lengths)}
     out |= {"reward/mean": sum(rewards) / len(rewards)} if rewards else {}
     return out | ({"entropy/mean": sum(entropy) / len(entropy)} if entropy else {})
@@ -168,7 +177,7 @@ def _tokenizer(path: Path) -> tuple[Callable[[list[int]], str], Encode]:
     def encode(text: str) -> tuple[list[int], list[str]]:
         found = tokenizer.encode(text, add_special_tokens=False)
         ends = [0, *(end for _, end in found.offsets)]
-        return found.ids, [text[start:end] for start, end in zip(ends, ends[1:])]
+        return found.ids, [text[start:end] for start, end in itertools.pairwise(ends)]
 
     return decode, encode
 

@@ -56,7 +56,9 @@ class Content(NamedTuple):
     problems: list[str]
 
 
-def write_report(paths: Sequence[str | Path], out: Path | None = None, *, step: int | None = None, **compared: Any) -> tuple[Path, Content]:
+def write_report(
+    paths: Sequence[str | Path], out: Path | None = None, *, step: int | None = None, **compared: Any
+) -> tuple[Path, Content]:
     """Write the report of one run, or the comparison of several; returns its path and what it shows.
 
     Args:
@@ -103,17 +105,21 @@ def render(found: Content) -> str:
     """The page as HTML."""
     script, style, plotly = asset("report.js"), asset("tokens.css") + asset("report.css"), get_plotlyjs()
     figures = {card.chart.name: card.drawing.figure.to_json() for cards in found.cards.values() for card in cards}
-    return _templates().get_template("report.html").render(
-        found=found,
-        sections=SECTIONS,
-        figures=figures,
-        origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
-        ledger_off=LEDGER_OFF,
-        policy=policy(scripts=[plotly, script], styles=[style, ""]),
-        script=script,
-        style=style,
-        plotly=plotly,
-        style_ids=_style_ids(plotly),
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(
+            found=found,
+            sections=SECTIONS,
+            figures=figures,
+            origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
+            ledger_off=LEDGER_OFF,
+            policy=policy(scripts=[plotly, script], styles=[style, ""]),
+            script=script,
+            style=style,
+            plotly=plotly,
+            style_ids=_style_ids(plotly),
+        )
     )
 
 
@@ -138,7 +144,7 @@ def digest(text: str) -> str:
 
 def asset(name: str) -> str:
     """A file of the package's assets."""
-    return resources.files("counterpoise.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (resources.files("counterpoise.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 @lru_cache(1)

@@ -61,7 +61,11 @@ def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> lis
     found = tokens_of(run, at) if at in run.steps("tokens") else None
     tokens = found[1] if found else None
     limit = credit_limit(tokens) if tokens is not None else 1.0
-    mixed = rollouts.groupby("group")["reward"].agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean())).sort_values(ascending=False, kind="stable")
+    mixed = (
+        rollouts.groupby("group")["reward"]
+        .agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean()))
+        .sort_values(ascending=False, kind="stable")
+    )
     return [_prompt(at, rollouts[rollouts["group"] == group], tokens, limit) for group in mixed.index[:num]]
 
 
@@ -160,4 +164,6 @@ def _plan_row(at: int, part: list[int], rollouts: pd.DataFrame | None) -> list[s
 
 
 def _is_plan(rows: Any) -> bool:
-    return isinstance(rows, list) and all(isinstance(part, Sequence) and all(isinstance(r, int) and r >= 0 for r in part) for part in rows)
+    return isinstance(rows, list) and all(
+        isinstance(part, Sequence) and all(isinstance(r, int) and r >= 0 for r in part) for part in rows
+    )

@@ -23,7 +23,10 @@ HOST = "127.0.0.1"
 ASSETS = {
     "viewer.css": "text/css",
     "tokens.css": "text/css",
-    **{f"{name}.js": "text/javascript" for name in ("viewer", "source", "text", "colour", "layout", "align", "pane", "inspector", "prompts")},
+    **{
+        f"{name}.js": "text/javascript"
+        for name in ("viewer", "source", "text", "colour", "layout", "align", "pane", "inspector", "prompts")
+    },
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -155,4 +158,4 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _asset(name: str) -> str:
-    return resources.files("counterpoise.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (resources.files("counterpoise.report") / "assets" / name).read_text(encoding="utf-8")

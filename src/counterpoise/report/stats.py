@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> In
     return Interval(mean, *_bounds(means_B))
 
 
-def by_cluster(value: np.ndarray, cluster: np.ndarray, seed: int = 0) -> Interval:
+def by_cluster(value: Any, cluster: Any, seed: int = 0) -> Interval:
     """Mean of ``value`` with a bootstrap interval over clusters; values that are not finite are left out."""
     value, cluster = np.asarray(value, float), np.asarray(cluster)
     keep = np.isfinite(value)
@@ -142,7 +142,10 @@ def first_at_least(x: Sequence[float], y: Sequence[float], threshold: float) -> 
 
 def _resampled_means(value_SP: Sequence[np.ndarray], prompt_BP: np.ndarray | None, rng: np.random.Generator) -> np.ndarray:
     by_seed_SB = np.stack(
-        [row[prompt_BP if prompt_BP is not None else _draws(len(row), rng)].mean(1) for row in (np.asarray(v, float) for v in value_SP)]
+        [
+            row[prompt_BP if prompt_BP is not None else _draws(len(row), rng)].mean(1)
+            for row in (np.asarray(v, float) for v in value_SP)
+        ]
     )
     seed_BS = rng.integers(0, len(value_SP), (RESAMPLES, len(value_SP)))
     return by_seed_SB.T[np.arange(RESAMPLES)[:, None], seed_BS].mean(1)

@@ -6,7 +6,7 @@ Axes: N rollouts, T tokens of the whole step in order of (group, rollout, positi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -152,13 +152,13 @@ def _from_rollouts(run: RunFolder, step: int) -> StepTokens | None:
         run.note(f"rollouts of step {step} have no token_ids; not shown.")
         return None
     table = table.take(pa.array(np.lexsort((table.column("rollout").to_numpy(), table.column("group").to_numpy()))))
-    length_N = pc.fill_null(pc.list_value_length(table.column("token_ids")), 0).to_numpy()
+    length_N = pc.fill_null(pc.list_value_length(table.column("token_ids")), 0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
     start_N = np.r_[0, np.cumsum(length_N)]
     columns = {name: Column(np.repeat(table.column(name).to_numpy(), length_N)) for name in ("group", "rollout")}
     columns["position"] = Column(np.arange(start_N[-1]) - np.repeat(start_N[:-1], length_N))
     for name in table.column_names:
         if name in LISTS and _is_list(table, name):
-            flat = pc.list_flatten(table.column(name))
+            flat = pc.list_flatten(table.column(name))  # pyright: ignore[reportAttributeAccessIssue]
             columns |= {name: as_column(flat)} if len(flat) == start_N[-1] else {}
         elif name in ("reward", "advantage"):
             columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))

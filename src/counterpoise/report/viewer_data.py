@@ -83,7 +83,9 @@ def _groups(found: StepTokens) -> list[dict[str, Any]]:
     out: dict[int, dict[str, Any]] = {}
     for at, (group, rollout) in enumerate(zip(found.group_N.tolist(), found.rollout_N.tolist())):
         texts = about.get(rollout, {})
-        entry = out.setdefault(group, {"group": group, **{k: texts.get(k) for k in ("prompt_id", "prompt", "answer")}, "rollouts": []})
+        entry = out.setdefault(
+            group, {"group": group, **{k: texts.get(k) for k in ("prompt_id", "prompt", "answer")}, "rollouts": []}
+        )
         entry["rollouts"].append(
             {
                 "rollout": rollout,

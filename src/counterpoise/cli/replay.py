@@ -1,0 +1,33 @@
+"""``counterpoise replay``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    step: Annotated[int, typer.Option(min=0, help="A rollout batch with a checkpoint (keep_every).")],
+    method: Annotated[list[str], typer.Option(help="A method, or '{name: dapo, credit: [top_entropy]}' (repeatable).")],
+    apply: Annotated[bool, typer.Option("--apply", help="Try the update of each, all from one snapshot.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """One saved batch under several methods: credits side by side, rank correlations, and the update of each.
+
+    Example: `counterpoise replay runs/demo --step 20 --method dapo --method delta --method dfpo_min --apply`
+    """
+    from counterpoise.cli.probe import lines_of
+    from counterpoise.probes.replay import replay as replayed
+
+    summary = replayed(run, step, method, apply=apply)
+    if json_:
+        print(json.dumps(summary, indent=1))
+        return
+    print(f"step {step} of {run} under {len(method)} methods")
+    for line in lines_of(summary["numbers"]):
+        print(line)
+    print(f"credits, one row a token: {summary['folder']}/credits.parquet")

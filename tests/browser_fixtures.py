@@ -1,0 +1,64 @@
+"""A real browser for tests (Debian's chromium), and the runs it looks at. A plug-in of the browser tests."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+
+from make_run import HOSTILE, make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SETTINGS = {"num_steps": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
+PATIENCE_MS = 180_000
+WATCH = "window.refused = []; document.addEventListener('securitypolicyviolation', (e) => window.refused.push(e.violatedDirective))"
+NEEDS_CHROMIUM = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install -y --no-install-recommends chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails its test if a script raised, the policy refused something, or the canary was touched."""
+    made = browser.new_page(viewport={"width": 1440, "height": 900})
+    made.set_default_timeout(PATIENCE_MS)
+    errors = []
+    made.on("pageerror", lambda error: errors.append(str(error)))
+    made.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    made.on("dialog", lambda dialog: errors.append(f"dialog {dialog.message}"))
+    made.add_init_script(WATCH)
+    yield made
+    assert made.evaluate("window.pwned") is None
+    assert made.evaluate("window.refused") == []
+    assert errors == []
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "run", **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def hostile_run(tmp_path_factory):
+    """Hostile strings in every text field, in the method's and in the folder's name."""
+    return make_run(tmp_path_factory.mktemp("runs") / HOSTILE[0].replace("/", "|"), method=HOSTILE[1], hostile=True, **SETTINGS)
+
+
+def settled(page, expression):
+    """Wait until an expression holds. From here: the page's policy forbids the evaluation that Playwright's own waiting does inside it."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)

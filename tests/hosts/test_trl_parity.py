@@ -1,0 +1,90 @@
+"""Presets that TRL has too equal TRL's own, both ways: by TRL's arithmetic (its settings say the same) and by ours on TRL's forward."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+import counterpoise.hosts.trl_method as trl_method
+from hosts import trl_tiny
+
+pytestmark = pytest.mark.hosts
+SGD = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 0.0}
+# preset -> the same method in TRL's own words
+TWINS = {
+    "grpo": {"loss_type": "grpo", "epsilon": 0.2},
+    "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+}
+# TRL divides dapo and cispo by the mean tokens of a generation's updates, our reduction by those of the update: equal where there is one
+ONE_UPDATE = {"steps_per_generation": 2, "num_iterations": 2}
+
+
+def graded(completions, **kwargs):
+    """Rewards of many values, so that advantages are no round numbers."""
+    return [0.1 * (sum(map(ord, text)) % 7) for text in completions]
+
+
+def trained(make, tmp_path, args, **kwargs):
+    trainer = make(tmp_path, args=SGD | args, reward_funcs=graded, **kwargs)
+    start = trl_tiny.weights(trainer)
+    trainer.train()
+    assert trl_tiny.largest_gap(start, trl_tiny.weights(trainer)) > 0.01
+    return trl_tiny.weights(trainer)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_preset_equals_trl(name, tmp_path):
+    expected = trained(trl_tiny.plain, tmp_path / "plain", TWINS[name])
+    got = trained(trl_tiny.ours, tmp_path / "ours", {"method": name})
+    assert trl_tiny.largest_gap(got, expected) < 2e-6
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_our_loss_equals_trl(name, tmp_path, monkeypatch):
+    """The path of the losses that TRL lacks, taken by losses that it has."""
+    updates = ONE_UPDATE if name in ("dapo", "cispo") else {}
+    expected = trained(trl_tiny.plain, tmp_path / "plain", TWINS[name] | ONE_UPDATE)
+    monkeypatch.setattr(trl_method, "trl_fields", lambda method: None)
+    trainer = trl_tiny.ours(tmp_path, args=SGD | {"method": name} | updates)
+    assert trainer.credit_setup.has_own_loss
+    got = trained(trl_tiny.ours, tmp_path / "ours", {"method": name} | ONE_UPDATE)
+    assert trl_tiny.largest_gap(got, expected) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "sapo"])
+def test_our_loss_equals_trls_over_several_updates(name, tmp_path, monkeypatch):
+    """Four updates a generation on the same rows of each: our plan deals them, TRL's loss and ours train on them."""
+    args = {"method": name, "plan": "query_preserved", "max_steps": 4}
+    expected = trained(trl_tiny.ours, tmp_path / "trl", args, rollout_func=trl_tiny.told)
+    monkeypatch.setattr(trl_method, "trl_fields", lambda method: None)
+    got = trained(trl_tiny.ours, tmp_path / "ours", args, rollout_func=trl_tiny.told)
+    assert trl_tiny.largest_gap(got, expected) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_terms_beside_the_policy_loss(name, tmp_path, monkeypatch):
+    """KL to the reference and entropy bonus are TRL's own in both paths."""
+    trl_tiny.tiny_model(0).save_pretrained(tmp_path / "model")
+    trl_tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    args = {"beta": 0.1, "entropy_coef": 0.05, **ONE_UPDATE}
+    kwargs = {"model": str(tmp_path / "model")}
+    expected = trained(trl_tiny.plain, tmp_path / "plain", TWINS[name] | args, **kwargs)
+    monkeypatch.setattr(trl_method, "trl_fields", lambda method: None)
+    got = trained(trl_tiny.ours, tmp_path / "ours", {"method": name} | args, **kwargs)
+    without = trained(trl_tiny.ours, tmp_path / "without", {"method": name} | args | {"beta": 0.0, "entropy_coef": 0.0})
+    assert trl_tiny.largest_gap(got, expected) < 5e-6
+    assert trl_tiny.largest_gap(got, without) > 1e-3
+
+
+def test_a_kl_term_of_the_method_is_trls_beta(tmp_path):
+    trl_tiny.tiny_model(0).save_pretrained(tmp_path / "model")
+    trl_tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    kwargs = {"model": str(tmp_path / "model")}
+    loss = [{"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}, {"name": "kl", "coef": 0.1}]
+    expected = trained(trl_tiny.plain, tmp_path / "plain", TWINS["grpo"] | {"beta": 0.1}, **kwargs)
+    got = trained(trl_tiny.ours, tmp_path / "ours", {"method": "grpo", "method_axes": {"loss": loss}}, **kwargs)
+    assert trl_tiny.largest_gap(got, expected) < 2e-6
