@@ -1,4 +1,4 @@
-"""A real browser for tests (Debian's chromium), and the runs it looks at. A plug-in of the browser tests."""
+"""A real browser for tests (Debian's chromium), and the runs it looks at. Modules of browser tests take these fixtures by name."""
 
 from __future__ import annotations
 

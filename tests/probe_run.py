@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from pathlib import Path
 
+from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
+from counterpoise.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Coin(Arithmetic):
+    """Half of all texts are right, whatever they say: every group has both signs, however good the model is."""
+
+    is_trusted = True
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float(zlib.crc32(text.encode()) & 1)
 
 
 def small_run(path: Path, *, num_steps: int = 2, ledger_every: int = 1) -> Path:
-    """Two prompts of six rollouts a batch, two optimizer steps a batch, bundled model. Seed 1: both prompts of step 1 have both signs."""
+    """Two prompts of six rollouts a batch, two optimizer steps a batch, the bundled model."""
     config = {
-        "seed": 1,
+        "seed": 0,
         "run_dir": str(path),
         "model": "bundled",
         "device": "cpu",
-        "task": {"name": "arithmetic"},
+        "task": {"name": "probe_run:Coin"},
         "method": {"name": "dapo", "plan": "query_preserved"},
         "num_steps": num_steps,
         "rollouts": {"prompts": 2, "group_size": 6, "max_new_tokens": 96},

@@ -174,8 +174,8 @@ def test_the_rest_of_the_first_adamw_step_is_nothing(table):
     first = [k for k in range(15) if table["optimizer_step"][k] == 0]
     second = [k for k in range(15) if table["optimizer_step"][k] == 1]
     scale = max(abs(table["predicted"][k]) for k in first)
-    assert max(abs(table["part_sign_rest"][k]) for k in first) < 1e-3 * scale
-    assert max(abs(table["part_sign_rest"][k]) for k in second) > 0.1 * scale
+    assert max(abs(table["part_sign_rest"][k]) for k in first) < 1e-3 * scale  # what is left is rounding of float32 weights
+    assert max(abs(table["part_sign_rest"][k]) for k in second) > 1e-2 * scale
 
 
 def test_summary_is_what_the_table_says(booked, table):

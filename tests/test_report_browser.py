@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import browser_fixtures as shared
 from browser_fixtures import NEEDS_CHROMIUM, SETTINGS, settled
 from counterpoise.report.page import write_report
 from make_run import HOSTILE, make_run
 
-pytest_plugins = ["browser_fixtures"]
+browser, page, plain_run, hostile_run = shared.browser, shared.page, shared.plain_run, shared.hostile_run
 pytestmark = NEEDS_CHROMIUM
 
 

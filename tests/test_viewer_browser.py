@@ -13,13 +13,14 @@ import pandas as pd
 import pytest
 import uvicorn
 
+import browser_fixtures as shared
 from browser_fixtures import NEEDS_CHROMIUM, PATIENCE_MS, settled
 from counterpoise.report.export import write_export
 from counterpoise.report.folder import open_run
 from counterpoise.report.server import app, free_socket
 from make_run import HOSTILE
 
-pytest_plugins = ["browser_fixtures"]
+browser, page, plain_run, hostile_run = shared.browser, shared.page, shared.plain_run, shared.hostile_run
 pytestmark = NEEDS_CHROMIUM
 
 

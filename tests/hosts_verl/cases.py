@@ -52,6 +52,7 @@ def rollouts(num_prompts=4, size=4, seed=0, longest=7, dtype=torch.float32, size
                 "ref_log_prob": logp + 0.3 * normal(n),
                 "entropy": normal(n).abs() + 0.1,
                 "prompts": torch.ones(3, dtype=torch.long),
+                "position_ids": torch.arange(n + 3),
             }
             out.append(Rollout(key=f"p{p}_{session}_0", fields=fields))
     return out
@@ -65,7 +66,12 @@ def tag_of(rollout: Rollout) -> dict[str, Any]:
 def token_batch(rows: list[Rollout], **changed) -> TokenBatch:
     """The same rollouts as counterpoise's own TokenBatch, made from lists."""
     prompts = list(dict.fromkeys(row.prompt for row in rows))
-    columns = {"sampler_logp": "rollout_log_probs", "trainer_logp": "old_log_probs", "ref_logp": "ref_log_prob", "entropy": "entropy"}
+    columns = {
+        "sampler_logp": "rollout_log_probs",
+        "trainer_logp": "old_log_probs",
+        "ref_logp": "ref_log_prob",
+        "entropy": "entropy",
+    }
     lists = {name: [row.fields[field].tolist() for row in rows] for name, field in columns.items()}
     return TokenBatch.from_lists(
         [row.fields["responses"].tolist() for row in rows],
@@ -126,7 +132,13 @@ def config(adv_estimator="grpo", counterpoise=None, mini=1, train=4, n=4, **chan
     """The part of verl's configuration that is read, as Hydra gives it."""
     from omegaconf import OmegaConf
 
-    algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False, "norm_adv_by_std_in_grpo": True}
+    algorithm = {
+        "adv_estimator": adv_estimator,
+        "gamma": 1.0,
+        "lam": 1.0,
+        "use_kl_in_reward": False,
+        "norm_adv_by_std_in_grpo": True,
+    }
     made = OmegaConf.create(
         {
             "algorithm": algorithm | ({} if counterpoise is None else {"counterpoise": counterpoise}),

@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
 
 NEED_A_STEP = ("tpo", "dfpo_min", "dfpo_orth", "clip_cov")
-REWARD_ONLY = [
-    name for name in cp.methods() if name not in NEED_A_STEP and setup(name).is_reward_only
-]
+REWARD_ONLY = [name for name in cp.methods() if name not in NEED_A_STEP and setup(name).is_reward_only]
 
 
 def advantages(name, rows, counterpoise=None, **settings):
@@ -53,9 +51,7 @@ def filler(number=0) -> Rollout:
 def test_grpo_dr_grpo_and_rloo_are_verls_own():
     rows = rollouts(dtype=torch.float64)
     assert_close(advantages("counterpoise/grpo", rows, {"advantage": {"eps": 1e-6}}), advantages(AdvantageEstimator.GRPO, rows))
-    assert_close(
-        advantages("counterpoise/dr_grpo", rows), advantages(AdvantageEstimator.GRPO, rows, norm_adv_by_std_in_grpo=False)
-    )
+    assert_close(advantages("counterpoise/dr_grpo", rows), advantages(AdvantageEstimator.GRPO, rows, norm_adv_by_std_in_grpo=False))
     assert_close(advantages("counterpoise/rloo", rows), advantages("rloo", rows))
     assert advantages("counterpoise/rloo", rows).abs().sum() > 1
 

@@ -7,16 +7,20 @@ import sys
 
 from counterpoise.build import nearest
 
-# sub-command -> module that holds a function of that name; imported only when it is asked for
+# sub-command -> what it does; cli/<name>.py holds a function of that name (with a trailing underscore where Python has the word)
+# and is imported only when it is asked for
 COMMANDS = {
-    "train": "counterpoise.cli.train",
-    "eval": "counterpoise.cli.eval_",
-    "methods": "counterpoise.cli.methods",
-}
-HELP = {
     "train": "Train a model by a recipe.",
     "eval": "Held-out accuracy of a model or a run; paired comparison of two.",
     "methods": "List the methods, or show one on its six axes.",
+    "report": "One HTML page of a run or of several.",
+    "compare": "Runs side by side: intervals, paired bootstrap, steps to a threshold.",
+    "view": "The token viewer in a browser.",
+    "probe": "An experiment on a snapshot of a run.",
+    "replay": "One saved batch under several methods.",
+    "audit": "What of each prompt meets in one optimizer step, under several plans.",
+    "import": "Token dumps of other trainers into a run folder.",
+    "doctor": "Versions, hosts, what got registered, what is broken and the fix.",
 }
 
 
@@ -36,8 +40,8 @@ def main() -> None:
     if args[0] not in COMMANDS:
         fail(f"unknown command {args[0]!r}. {nearest(args[0], COMMANDS)}")
     app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-    module = importlib.import_module(COMMANDS[args[0]])
-    app.command(name=args[0])(getattr(module, args[0] if args[0] not in ("eval", "import") else f"{args[0]}_"))
+    name = f"{args[0]}_" if args[0] in ("eval", "import") else args[0]
+    app.command(name=args[0])(getattr(importlib.import_module(f"counterpoise.cli.{name}"), name))
     try:
         app(args=args[1:], prog_name=f"counterpoise {args[0]}")
     except (ValueError, FileNotFoundError) as error:
@@ -48,8 +52,8 @@ def main() -> None:
 
 def overview() -> str:
     """What there is, one line a command."""
-    width = max(map(len, HELP))
-    lines = [f"  {name:<{width}}  {text}" for name, text in HELP.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "counterpoise: see and steer the credit that every token gets in critic-free RL of language models.",

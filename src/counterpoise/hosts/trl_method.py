@@ -25,7 +25,7 @@ REDUCTION = {
     "dr_grpo": "constant_length",
     "luspo": {"name": "constant_length", "length": 1},
 }
-CLIPPED_TYPES = {"per_token": "dapo", "per_sequence": "grpo", "constant_length": "dr_grpo"}
+LOSS_TYPE = {"per_token": "dapo", "per_sequence": "grpo", "constant_length": "dr_grpo", "sum": "luspo"}
 
 
 class Setup(NamedTuple):
@@ -33,7 +33,7 @@ class Setup(NamedTuple):
 
     Attributes:
         method: the point on the six axes.
-        trl_fields: settings of ``GRPOConfig`` that make TRL compute the method's loss; empty where TRL's stay as they are.
+        trl_fields: settings of ``GRPOConfig`` that say what the method says; empty where TRL's stay as they are.
         is_uniform: TRL's advantages and loss, untouched.
         has_own_loss: the loss is counterpoise's, not TRL's.
         has_own_plan: the rows of each optimizer step are chosen by the method's plan instead of TRL's shuffle.
@@ -64,7 +64,7 @@ def setup(name: str, axes: dict[str, Any], *, own_advantage: bool, own_loss: boo
     made, beta = _without_kl(cp.method(name, **axes))
     fields = trl_fields(made) if own_loss else {}
     is_ours = own_loss and fields is None
-    fields = (fields or {}) | (beta if own_loss else {})
+    fields = (regulariser_fields(made) if is_ours else fields or {}) | (beta if own_loss else {})
     return Setup(made, fields, False, is_ours, is_ours or _plan_name(made) != TRL_PLAN, own_advantage)
 
 
@@ -83,7 +83,7 @@ def trl_fields(method: Method) -> dict[str, Any] | None:
     (loss, on), (reduction, how) = _named("loss", method.terms[0]), _named("reduction", method.reduction)
     if how.get("count", "mask") != "mask" or how.get("length") not in (None, 1):
         return None
-    loss_type = "luspo" if how.get("length") == 1 else CLIPPED_TYPES.get(reduction)
+    loss_type = LOSS_TYPE.get("sum" if how.get("length") == 1 else reduction)
     level = "sequence" if loss == "sequence_ratio" else "token"
     if loss in ("clipped", "dual_clip", "contrastive") or (loss == "sequence_ratio" and not method.rules):
         if loss_type is None:
@@ -97,6 +97,12 @@ def trl_fields(method: Method) -> dict[str, Any] | None:
         gate = {"sapo_temperature_pos": on["tau_pos"], "sapo_temperature_neg": on["tau_neg"]}
         return {"loss_type": "sapo", "importance_sampling_level": level, **gate}
     return None
+
+
+def regulariser_fields(method: Method) -> dict[str, Any]:
+    """With a loss of ours TRL's ``loss_type`` only says how its terms beside it (KL) are reduced: as the method reduces, or the nearest."""
+    reduction, how = _named("reduction", method.reduction)
+    return {"loss_type": LOSS_TYPE.get("sum" if how.get("length") == 1 else reduction, "grpo")}
 
 
 def _uniform(axes: dict[str, Any], loss_type: str) -> Setup:

@@ -21,8 +21,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import counterpoise as cp
-from counterpoise.hosts.verl_checks import MODES, check_version
-from counterpoise.hosts.verl_methods import PREFIX
+from counterpoise.hosts.verl_methods import MODES, PREFIX, check_version
 
 ENTRY_POINTS = "verl.plugins"
 PLUGIN = "counterpoise.hosts.verl_plugin"

@@ -11,16 +11,7 @@ from counterpoise.batches import reward_balanced
 from counterpoise.build import base, bound, call, nearest
 from counterpoise.hosts.verl_estimators import settings_of
 from counterpoise.hosts.verl_losses import checked
-from counterpoise.hosts.verl_methods import PREFIX, Setup, setup, trainer_trouble
-
-SUPPORTED = "0.9.1"
-MODES = ("sync", "colocate_async", "separate_async")
-
-
-def check_version(version: str) -> None:
-    """The hooks were written for one version of verl, which changes its trainer between minor versions."""
-    if version != SUPPORTED:
-        raise ValueError(f"counterpoise.hosts.verl works with verl {SUPPORTED}, found {version}. pip install 'verl=={SUPPORTED}'")
+from counterpoise.hosts.verl_methods import MODES, PREFIX, Setup, setup, trainer_trouble
 
 
 def mode_of(trainer_mode: str) -> str:

@@ -19,12 +19,20 @@ from counterpoise.losses import reinforce
 from counterpoise.methods import Method
 
 PREFIX = "counterpoise/"
+SUPPORTED = "0.9.1"
+MODES = ("sync", "colocate_async", "separate_async")
 SETTINGS = ("advantage", "credit", "plan", "controller", "seed")
 ELSEWHERE = "Use counterpoise.hosts.trl or counterpoise train."
 # columns that verl's queue holds after it has scored the rollouts
 COLUMNS = frozenset({"entropy_NT", "trainer_logp_NT", "ref_logp_NT"})
 REWARD_ONLY = (base(RULES["uniform"]), base(RULES["focal"]))
 AGG_MODES = {"per_token": "token-mean", "per_sequence": "seq-mean-token-mean", "constant_length": "seq-mean-token-sum-norm"}
+
+
+def check_version(version: str) -> None:
+    """The hooks were written for one version of verl, which changes its trainer between minor versions."""
+    if version != SUPPORTED:
+        raise ValueError(f"counterpoise.hosts.verl works with verl {SUPPORTED}, found {version}. pip install 'verl=={SUPPORTED}'")
 
 
 class Setup(NamedTuple):

@@ -31,9 +31,9 @@ from verl.trainer.ppo.v1 import (
 )
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from counterpoise.hosts.verl_checks import check_config, check_version, mode_of
+from counterpoise.hosts.verl_checks import check_config, mode_of
 from counterpoise.hosts.verl_estimators import Loan, lending
-from counterpoise.hosts.verl_methods import PREFIX, Setup
+from counterpoise.hosts.verl_methods import PREFIX, Setup, check_version
 from counterpoise.hosts.verl_order import Rollouts, by_rank, filled, plan_numbers, planned
 
 # column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where verl keeps them

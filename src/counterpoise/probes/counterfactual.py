@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
 from counterpoise.ledger.changes import change_sign
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Frame, Output, joined
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import tried
 from counterpoise.types import Rows
@@ -33,11 +32,11 @@ def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
     )
 
 
-def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     """Flip rates and shares from the variants' tables, of one step or of several."""
     parts = [tables[name] for name in VARIANTS]
-    table = pd.concat(parts, ignore_index=True)
-    numbers = {"num_tokens": len(parts[0]), "num_prompts": int(parts[0]["group"].nunique())}
+    table = joined(parts)
+    numbers: dict[str, Any] = {"num_tokens": len(parts[0]), "num_prompts": int(parts[0]["group"].nunique())}
     numbers |= {"flip": flip_numbers(table), "share_by_category": category_shares(table)}
     numbers["share_full_minus_positives"] = share_difference(table, "full", "positives")
     numbers["share_full_minus_positives_fresh"] = share_difference(table, "full_fresh", "positives_fresh")
@@ -76,7 +75,7 @@ def token_rows(scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_f
     return out
 
 
-def flip_numbers(table: pd.DataFrame) -> dict[str, Any]:
+def flip_numbers(table: Frame) -> dict[str, Any]:
     """Flip rate by variant and sign."""
     out: dict[str, Any] = {}
     for name, part in table.groupby("variant", sort=False):
@@ -85,7 +84,7 @@ def flip_numbers(table: pd.DataFrame) -> dict[str, Any]:
     return out
 
 
-def category_shares(table: pd.DataFrame) -> dict[str, Any]:
+def category_shares(table: Frame) -> dict[str, Any]:
     """Each category's share of sum |delta|, by variant, beside its share of tokens."""
     names = sorted(table["category"].unique())
     out: dict[str, Any] = {}
@@ -102,7 +101,7 @@ def category_shares(table: pd.DataFrame) -> dict[str, Any]:
     return out
 
 
-def share_difference(table: pd.DataFrame, first: str, second: str) -> dict[str, Any]:
+def share_difference(table: Frame, first: str, second: str) -> dict[str, Any]:
     """Difference of the categories' shares between two variants; prompts are drawn jointly (the tokens are the same)."""
     a, b = (table[table["variant"] == name].reset_index(drop=True) for name in (first, second))
     names = sorted(a["category"].unique())
@@ -113,7 +112,7 @@ def share_difference(table: pd.DataFrame, first: str, second: str) -> dict[str, 
     return {c: interval(ratio_BK[:, i] - ratio_BK[:, k + i]) for i, c in enumerate(names)}
 
 
-def rank_correlations(parts: list[pd.DataFrame]) -> dict[str, float]:
+def rank_correlations(parts: list[Frame]) -> dict[str, float]:
     """Spearman's rank correlation of each variant's change with the full one's."""
     full = parts[0]["delta"]
     return {name: round(float(full.corr(part["delta"], method="spearman")), 4) for name, part in zip(VARIANTS, parts)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 
@@ -15,7 +14,7 @@ from counterpoise.ledger import coupling_table, head_kernel, of_model
 from counterpoise.ledger.account import head_state
 from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import tried
 from counterpoise.trainer.collect import autocast
@@ -29,7 +28,7 @@ def probe(
     return summarise({"head": head, "causal": output.table("causal", lambda: masked_rows(scene, targets, seed))})
 
 
-def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     """The numbers of both parts, of one step or of several."""
     causal = causal_numbers(tables["causal"])
     num_targets = len(tables["causal"][["group", "row", "position"]].drop_duplicates())
@@ -70,7 +69,7 @@ def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
     return causal_rows(update, rows, texts.token_ids_NT, found.scores.entropy_NT, targets, seed)
 
 
-def head_numbers(pairs: pd.DataFrame) -> dict[str, Any]:
+def head_numbers(pairs: Frame) -> dict[str, Any]:
     """Mean |kernel| of same-prompt pairs by token and confidence, intervals over prompts; the same of all pairs without intervals."""
     out: dict[str, Any] = {}
     own = pairs[pairs["group"] >= 0]
@@ -85,7 +84,7 @@ def head_numbers(pairs: pd.DataFrame) -> dict[str, Any]:
     return out
 
 
-def causal_numbers(causal: pd.DataFrame) -> dict[str, Any]:
+def causal_numbers(causal: Frame) -> dict[str, Any]:
     """Mean tau and mean tau in the direction of the peers' advantage, by bucket, intervals over prompts."""
     if not len(causal):
         raise ValueError("coupling: no bucket has three peers for any target. Take more targets, a larger group, or another step.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 
@@ -20,7 +19,7 @@ from counterpoise.ledger.residual import residual
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import measure
 from counterpoise.trainer.collect import autocast
@@ -56,7 +55,7 @@ def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
     return summarise({"nodes": output.table("nodes", lambda: node_rows(scene))})
 
 
-def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     """Mean excess by loss over all nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts."""
     numbers: dict[str, Any] = {}
     for name, (m1, m2, _) in LOSSES.items():

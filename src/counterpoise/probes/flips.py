@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 
 from counterpoise.files import step_of
 from counterpoise.probes.intervals import error_bars, mean_difference, means
-from counterpoise.probes.output import STRIDE, Output, columns_of
+from counterpoise.probes.output import STRIDE, Frame, Output, columns_of, joined, read
 
 COLUMNS = ("step", "group", "sign", "change", "delta", "is_flip")
 SIDES = {"positive": 1, "negative": -1}
@@ -28,17 +27,17 @@ def probe(run_dir: Path, step: int, output: Output) -> tuple[go.Figure, dict[str
         have = ", ".join(str(step_of(path)) for path in sorted((run_dir / "tokens").glob("step_*.parquet"))) or "none"
         raise ValueError(f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with ledger.every.")
     table = output.table("shares", lambda: [row for path in files for row in shares(read_tokens(path), step_of(path))])
-    pooled = pd.concat([read_tokens(path).assign(cluster=lambda t: t["step"] * STRIDE + t["group"]) for path in files])
+    pooled = joined([read_tokens(path).assign(cluster=lambda t: t["step"] * STRIDE + t["group"]) for path in files])
     return figure(table), {"steps": [step_of(path) for path in files], **pooled_numbers(pooled)}
 
 
-def read_tokens(path: Path) -> pd.DataFrame:
+def read_tokens(path: Path) -> Frame:
     """The trained tokens of rollouts with an advantage."""
-    frame = columns_of(pd.read_parquet(path), str(path), COLUMNS)
+    frame = columns_of(read(path), str(path), COLUMNS)
     return frame[frame["delta"].notna() & (frame["sign"] != 0)]
 
 
-def shares(tokens: pd.DataFrame, step: int) -> list[dict[str, Any]]:
+def shares(tokens: Frame, step: int) -> list[dict[str, Any]]:
     """One row a sign and quantity: flip, boosted, suppressed, unchanged."""
     out = []
     for quantity in ("flip", *CHANGES):
@@ -48,7 +47,7 @@ def shares(tokens: pd.DataFrame, step: int) -> list[dict[str, Any]]:
     return out
 
 
-def pooled_numbers(tokens: pd.DataFrame) -> dict[str, Any]:
+def pooled_numbers(tokens: Frame) -> dict[str, Any]:
     """Over all steps: flip rate by sign, shares by sign, and how much the boosted share differs between the signs."""
     sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
     numbers: dict[str, Any] = {"num_tokens": len(tokens), "num_prompts": int(tokens["cluster"].nunique())}
@@ -60,7 +59,7 @@ def pooled_numbers(tokens: pd.DataFrame) -> dict[str, Any]:
     return numbers
 
 
-def figure(table: pd.DataFrame) -> go.Figure:
+def figure(table: Frame) -> go.Figure:
     """Flip rate by sign over training."""
     out = go.Figure()
     for side, colour in (("positive", "#0072B2"), ("negative", "#D55E00")):

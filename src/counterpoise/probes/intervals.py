@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 DRAWS = 2000
 LEVEL = (2.5, 97.5)
@@ -47,7 +46,7 @@ def interval(ratio_B: np.ndarray) -> Interval:
     return {name: float(f"{value:.6g}") if np.isfinite(value) else None for name, value in found.items()}
 
 
-def means(value: pd.Series, sets: dict[str, Any], cluster: Any, seed: int = 0) -> dict[str, Interval]:
+def means(value: Any, sets: dict[str, Any], cluster: Any, seed: int = 0) -> dict[str, Interval]:
     """Mean of a column over named sets of rows, with intervals; an empty set is left out."""
     masks = {name: np.asarray(mask, bool) for name, mask in sets.items() if np.asarray(mask, bool).any()}
     if not masks:

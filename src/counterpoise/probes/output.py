@@ -15,6 +15,7 @@ from counterpoise.files import write_json, write_table, write_text
 from counterpoise.schema import SCHEMA_VERSION
 
 Rows = list[dict[str, Any]]
+Frame = Any  # a pandas DataFrame; what indexing one gives is beyond the type checker
 STRIDE = 1_000_000  # above any number of prompts in a batch
 
 
@@ -34,13 +35,13 @@ class Output:
         if not started.is_file():
             write_json(started, self.facts)
 
-    def table(self, name: str, make: Callable[[], Rows]) -> pd.DataFrame:
+    def table(self, name: str, make: Callable[[], Rows]) -> Frame:
         """``<name>.parquet``: read if it is there, else made and written."""
         path = self.folder / f"{name}.parquet"
         if not path.is_file():
             rows = make()
             write_table(path, {key: [row[key] for row in rows] for key in (rows[0] if rows else {})})
-        return pd.read_parquet(path)
+        return read(path)
 
     def finish(self, figure: go.Figure, numbers: dict[str, Any]) -> dict[str, Any]:
         """Write the figure and the summary; returns the summary."""
@@ -56,13 +57,22 @@ def write_summary(folder: Path, figure: go.Figure, facts: dict[str, Any], number
     return {**summary, "folder": str(folder)}
 
 
-def pooled_tables(folders: list[Path]) -> dict[str, pd.DataFrame]:
+def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
     """Tables of several steps as one each; groups and pairs of different steps get different numbers."""
     names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]
-    return {name: pd.concat([_shifted(pd.read_parquet(f / f"{name}.parquet"), k) for k, f in enumerate(folders)]) for name in names}
+    return {name: joined([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)]) for name in names}
 
 
-def _shifted(frame: pd.DataFrame, k: int) -> pd.DataFrame:
+def read(path: Path) -> Frame:
+    return pd.read_parquet(path)
+
+
+def joined(frames: list[Frame]) -> Frame:
+    """Frames one after another, rows numbered anew."""
+    return pd.concat(frames, ignore_index=True)
+
+
+def _shifted(frame: Frame, k: int) -> Frame:
     out = frame.copy()
     for name in ("group", "pair"):
         if name in frame:  # negative numbers are no groups
@@ -70,7 +80,7 @@ def _shifted(frame: pd.DataFrame, k: int) -> pd.DataFrame:
     return out
 
 
-def columns_of(frame: pd.DataFrame, where: str, names: tuple[str, ...]) -> pd.DataFrame:
+def columns_of(frame: Frame, where: str, names: tuple[str, ...]) -> Frame:
     """The frame, if it has the columns; a missing one is an error that names it."""
     for name in names:
         if name not in frame.columns:

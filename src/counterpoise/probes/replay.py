@@ -119,7 +119,7 @@ def correlations(columns: dict[str, np.ndarray]) -> dict[str, float | None]:
     out = {}
     for (a, first), (b, second) in combinations(columns.items(), 2):
         varies = np.ptp(first) > 0 and np.ptp(second) > 0
-        out[f"{a} ~ {b}"] = round(float(np.asarray(spearmanr(first, second).statistic)), 6) if varies else None
+        out[f"{a} ~ {b}"] = round(float(np.asarray(spearmanr(first, second)[0])), 6) if varies else None
     return out
 
 

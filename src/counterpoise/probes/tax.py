@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from counterpoise.ledger import Sharing, copied, restore, sharing, snapshot, tra
 from counterpoise.ledger.account import scored
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import forget, tried
 from counterpoise.trainer.update import take_step
@@ -33,7 +32,7 @@ def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
     return summarise({"contexts": contexts, "lengths": output.table("lengths", lambda: length_rows(scene))})
 
 
-def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     """The numbers of one step or of several."""
     numbers: dict[str, Any] = {}
     table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()

@@ -17,7 +17,7 @@ from scipy.optimize import linear_sum_assignment
 
 from counterpoise.numerics import derived_seed
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Frame, Output, joined
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, tried
 from counterpoise.rollouts import branch
@@ -47,9 +47,9 @@ def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, se
     return summarise({f"values_{origin}": part for origin, part in zip(ORIGINS, parts)})
 
 
-def summarise(tables: dict[str, pd.DataFrame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     """Means and paired differences, of one step or of several."""
-    table = pd.concat([tables[f"values_{origin}"] for origin in ORIGINS], ignore_index=True)
+    table = joined([tables[f"values_{origin}"] for origin in ORIGINS])
     numbers = {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
     return figure(numbers), numbers
 
@@ -99,7 +99,7 @@ def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int) -> l
     return [(j, i) for i, j in found] if rare else found
 
 
-def valued(scene: Scene, tokens: pd.DataFrame, samples: int, seed: int) -> list[dict[str, Any]]:
+def valued(scene: Scene, tokens: Frame, samples: int, seed: int) -> list[dict[str, Any]]:
     """The pairs with ``value`` (the token in the prefix) and ``before`` (without it)."""
     batch, rows = scene.collected.batch, tokens.to_dict("records")
     ids = [batch.token_ids_NT[row["row"]].tolist() for row in rows]
@@ -138,7 +138,7 @@ def prefix_values(scene: Scene, row: list[int], prefixes: list[list[int]], sampl
     return (np.bincount(index, reward, minlength=len(prefixes)) / samples).tolist()
 
 
-def numbers_of(table: pd.DataFrame) -> dict[str, Any]:
+def numbers_of(table: Frame) -> dict[str, Any]:
     """Means by change and the paired difference, intervals over the boosted token's prompt."""
     table = table.assign(gain=table["value"] - table["before"])
     out: dict[str, Any] = {"num_pairs": len(table) // 2}

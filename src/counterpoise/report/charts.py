@@ -347,6 +347,18 @@ CHARTS: tuple[Chart, ...] = (
         ),
     ),
     Chart(
+        "tax_cumulative",
+        "ledger",
+        "Learning tax so far",
+        "The steeper the shared line against the forks, the more of the training went into what no answer needed changed.",
+        "The same KL summed over the optimizer steps that the ledger accounted for, since the start of the run.",
+        of_keys(
+            ("ledger/tax/cumulative_shared", "shared contexts"),
+            ("ledger/tax/cumulative_discriminating", "forks"),
+            ("ledger/tax/cumulative_other", "elsewhere"),
+        ),
+    ),
+    Chart(
         "drift",
         "ledger",
         "Solution drift",

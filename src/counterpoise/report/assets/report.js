@@ -30,7 +30,9 @@
     const isDark = root.dataset.theme === "dark" && !isPrint;
     if (isDark) for (const [dim, bright] of Object.entries(brighter)) text = text.replaceAll(dim, bright);
     const figure = JSON.parse(text);
-    figure.layout.height = place.clientHeight;
+    // a printed sheet is laid out after this runs, so its sizes are given: two charts side by side on A4 or letter
+    if (isPrint) Object.assign(figure.layout, { width: place.closest(".wide") ? 660 : 320, height: 190 });
+    else figure.layout.height = place.clientHeight;
     return figure;
   }
 

@@ -1,0 +1,81 @@
+"""verl's discovery of plug-ins, in fresh processes: what it loads, and what ``registered`` says when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("verl", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl")
+
+import counterpoise as cp
+
+pytestmark = [pytest.mark.hosts, pytest.mark.verl]
+
+LOOK = "import json; from counterpoise.hosts.verl import registered; print(json.dumps(registered()._asdict()))"
+
+
+@pytest.fixture
+def look(tmp_path):
+    """``registered()`` in a fresh process that finds the entry point, as an installed counterpoise has it."""
+    info = tmp_path / "counterpoise_as_installed-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counterpoise-as-installed\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\ncounterpoise = counterpoise.hosts.verl_plugin\n")
+
+    def run(sabotage="", **environment):
+        (tmp_path / "sitecustomize.py").write_text(sabotage)
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LOOK],
+            env=os.environ | {"PYTHONPATH": path} | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return run
+
+
+def test_importing_verl_registers_everything(look):
+    seen = look()
+    names = sorted(f"counterpoise/{name}" for name in cp.methods())
+    assert seen["version"] == "0.9.1"
+    assert seen["estimators"] == names and seen["losses"] == names
+    assert seen["trainers"] == ["counterpoise/colocate_async", "counterpoise/separate_async", "counterpoise/sync"]
+    assert seen["problems"] == []
+
+
+def test_a_failure_that_verl_swallowed_is_named(look):
+    seen = look(sabotage="import sys; sys.modules['counterpoise.hosts.verl_losses'] = None")
+    assert seen["estimators"] == seen["losses"] == []
+    assert len(seen["problems"]) == 1
+    assert "swallowed a failure of counterpoise.hosts.verl_plugin" in seen["problems"][0]
+    assert "verl_losses" in seen["problems"][0]
+
+
+def test_without_transfer_queue_estimators_and_losses_remain(look):
+    seen = look(sabotage="import sys; sys.modules['transfer_queue'] = None")
+    assert "counterpoise/dapo" in seen["estimators"] and "counterpoise/dapo" in seen["losses"]
+    assert seen["trainers"] == []
+    assert "transfer_queue" in seen["problems"][0] and "verl[verl-core]==0.9.1" in seen["problems"][0]
+
+
+def test_plugins_switched_off_by_the_environment(look):
+    seen = look(VERL_USE_EXTERNAL_PLUGINS="none")
+    assert seen["estimators"] == []
+    assert seen["problems"] == [
+        "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading counterpoise. Unset it, or add counterpoise to it."
+    ]
+
+
+def test_without_verl(monkeypatch):
+    from counterpoise.hosts import verl as host
+
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
+    seen = host.registered()
+    assert seen.version is None and "verl is not installed" in seen.problems[0]
