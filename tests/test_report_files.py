@@ -160,6 +160,12 @@ def test_the_page_lies_in_the_run_or_beside_several(whole, run_dir):
     assert write_report([run_dir, whole])[0] == run_dir.parent / "report" / "index.html"
 
 
+def test_a_step_that_is_not_there_is_named(whole):
+    with pytest.raises(ValueError, match=r"no run has tokens or rollouts of step 7. Steps with tokens: \[0, 1, 2\]"):
+        content([open_run(whole)], step=7)
+    assert content([open_run(whole)], step=1).tops[0] == 1
+
+
 def test_report_modules_import_without_torch():
     script = """
 import sys, types, pkgutil, importlib

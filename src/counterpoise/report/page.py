@@ -81,6 +81,9 @@ def default_path(runs: Sequence[RunFolder]) -> Path:
 
 def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: Any) -> Content:
     """Read everything; what the files lack ends up in ``absent`` and ``problems``."""
+    if step is not None and not any(step in run.steps(folder) for run in runs for folder in ("tokens", "rollouts")):
+        known = sorted({found for run in runs for found in run.steps("tokens")})
+        raise ValueError(f"report: no run has tokens or rollouts of step {step}. Steps with tokens: {known[:20]}")
     groups = grouped(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from counterpoise.report import viewer_data
-from counterpoise.report.folder import RunFolder, open_run, step_files
+from counterpoise.report.folder import open_run, step_files
 from counterpoise.report.steps import StepTokens, open_step
 
 HOST = "127.0.0.1"
@@ -46,7 +46,7 @@ def app(path: Path, port: int) -> Any:
     cache: OrderedDict[tuple[int, float], StepTokens] = OrderedDict()
 
     def tokens(request: Request) -> StepTokens:
-        return _opened(open_run(path), request.path_params["step"], cache)
+        return _opened(path, request.path_params["step"], cache)
 
     def index(request: Request) -> Response:
         return Response(_asset("viewer.html"), media_type="text/html")
@@ -127,12 +127,12 @@ def serve(path: Path, port: int = 0, *, ready: Callable[[str], None] = print) ->
     uvicorn.Server(config).run(sockets=[bound])
 
 
-def _opened(run: RunFolder, step: int, cache: OrderedDict[tuple[int, float], StepTokens]) -> StepTokens:
+def _opened(path: Path, step: int, cache: OrderedDict[tuple[int, float], StepTokens]) -> StepTokens:
     """The tokens of a step, kept while its files do not change."""
-    files = [file for folder in ("tokens", "rollouts") if (file := step_files(run.path, folder).get(step))]
+    files = [file for folder in ("tokens", "rollouts") if (file := step_files(path, folder).get(step))]
     key = (step, max((file.stat().st_mtime for file in files), default=0.0))
     if key not in cache:
-        cache[key] = open_step(run, step)
+        cache[key] = open_step(open_run(path), step)
         while len(cache) > KEPT_STEPS:
             cache.popitem(last=False)
     cache.move_to_end(key)
