@@ -108,7 +108,36 @@ CONTROLLERS = {
 
 # preset -> whether its credit or loss draws at random (then padding may change the draw)
 PRESETS = dict.fromkeys(
-    "grpo dr_grpo dapo gspo cispo sapo rloo reinforce_pp psr nsr w_reinforce max_rl gmpo ctpo tpo delta fade crf_ntf ntf_whitened "
-    "dfpo_min dfpo_orth ibpo gtpo top_entropy ar ktae stapo clip_cov f_grpo".split(),
+    [
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "rloo",
+        "reinforce_pp",
+        "psr",
+        "nsr",
+        "w_reinforce",
+        "max_rl",
+        "gmpo",
+        "ctpo",
+        "tpo",
+        "delta",
+        "fade",
+        "crf_ntf",
+        "ntf_whitened",
+        "dfpo_min",
+        "dfpo_orth",
+        "ibpo",
+        "gtpo",
+        "top_entropy",
+        "ar",
+        "ktae",
+        "stapo",
+        "clip_cov",
+        "f_grpo",
+    ],
     False,
 ) | {"clip_cov": True}

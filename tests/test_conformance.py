@@ -6,16 +6,16 @@ import dataclasses
 import json
 import pickle
 
-import conformance_table as table
 import pytest
 import torch
+
+import conformance_table as table
+import counterpoise as cp
 from counterpoise.batches import shard
 from counterpoise.build import base, build, call, describe, needs_of
 from counterpoise.families import FAMILIES
 from counterpoise.numerics import groups, seeded
 from counterpoise.presets import PRESETS
-
-import counterpoise as cp
 
 ROWS = {
     "advantage": table.ADVANTAGES,

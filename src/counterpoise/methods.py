@@ -230,7 +230,9 @@ def _applied(rule: Any, state: Any, credit_NT: Tensor, batch: TokenBatch, offers
 
 def _checked(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
     if credit_NT.shape != mask_NT.shape:
-        raise ValueError(f"credit rule {name} returned shape {list(credit_NT.shape)}, expected {list(mask_NT.shape)}: one number a token.")
+        raise ValueError(
+            f"credit rule {name} returned shape {list(credit_NT.shape)}, expected {list(mask_NT.shape)}: one number a token."
+        )
     check_finite(f"credit rule {name}", credit_NT, mask_NT)
     return torch.where(mask_NT, credit_NT, 0)
 

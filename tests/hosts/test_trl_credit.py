@@ -26,7 +26,8 @@ def batches(monkeypatch):
 
     def watched(trainer, made, output, *args):
         batch = build(trainer, made, output, *args)
-        seen.append((batch, dict(output), trl_tiny.weights(trainer)))
+        head_VD = None if batch.head_VD is None else batch.head_VD.clone()  # the column is the live weight
+        seen.append((batch.replace(head_VD=head_VD), dict(output), trl_tiny.weights(trainer)))
         return batch
 
     monkeypatch.setattr(host, "token_batch", watched)

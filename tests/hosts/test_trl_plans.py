@@ -74,7 +74,9 @@ def test_whole_prompts_meet(tmp_path):
 def test_trls_own_shuffle_splits_prompts(tmp_path):
     """What the plan changes: left alone, TRL spreads the rollouts of a prompt over the updates."""
     trainer = trained(tmp_path, args={"method": "uniform", "ledger_every": 1, "max_steps": 4})
-    batch = cp.TokenBatch.from_lists([[1]] * 32, group=[k // 4 for k in range(32)], reward=[k % 2 for k in range(32)], sampler_logp=[[-1.0]] * 32)
+    batch = cp.TokenBatch.from_lists(
+        [[1]] * 32, group=[k // 4 for k in range(32)], reward=[k % 2 for k in range(32)], sampler_logp=[[-1.0]] * 32
+    )
     assert cp.audit([torch.tensor(rows) for rows in trainer.steps()], batch).pairs_kept < 0.6
 
 
@@ -111,7 +113,9 @@ def test_cuts_of_a_step_change_nothing(method, tmp_path):
 
 def test_one_update_a_generation_is_warned_about(tmp_path):
     args = trl_tiny.SMALL | {"method": "dapo", "plan": "query_preserved", "steps_per_generation": 2, "max_steps": 2}
-    with pytest.warns(UserWarning, match="does nothing here: there is one optimizer update a generation.*Raise steps_per_generation to 8"):
+    with pytest.warns(
+        UserWarning, match="does nothing here: there is one optimizer update a generation.*Raise steps_per_generation to 8"
+    ):
         trl_tiny._trainer(Watched, trl_tiny.CreditGRPOConfig(output_dir=str(tmp_path), **args), 0, {})
 
 
@@ -137,11 +141,17 @@ def test_dfpo_sees_the_whole_step(tmp_path):
             seen.append((self._step // 2, rows.group_N, mean_N.exp(), rows.step_NT, rows.mask_NT))
             return super()._compute_loss(model, inputs)
 
-    trained(tmp_path, cls=Kept, args={"method": "dfpo_min", "max_steps": 2, "per_device_train_batch_size": 2, "steps_per_generation": 4})
+    trained(
+        tmp_path, cls=Kept, args={"method": "dfpo_min", "max_steps": 2, "per_device_train_batch_size": 2, "steps_per_generation": 4}
+    )
     assert len(seen) == 4
     for step in (0, 1):
-        _, group, weight, given, mask = (torch.cat(parts) if torch.is_tensor(parts[0]) else parts for parts in zip(*[s for s in seen if s[0] == step]))
+        _, group, weight, given, mask = (
+            torch.cat(parts) if torch.is_tensor(parts[0]) else parts for parts in zip(*[s for s in seen if s[0] == step])
+        )
         for g in group.unique():
             expected = weight[group == g].min()
-            assert given[group == g][mask[group == g]].tolist() == pytest.approx([float(expected)] * int(mask[group == g].sum()), abs=1e-6)
+            assert given[group == g][mask[group == g]].tolist() == pytest.approx(
+                [float(expected)] * int(mask[group == g].sum()), abs=1e-6
+            )
         assert (weight.max() - weight.min() > 1e-4) == (step == 1)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-ENVIRONMENT = "verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl"
-pytest.importorskip("verl", reason=ENVIRONMENT)
+pytest.importorskip("verl", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl")
 
 from tensordict import NonTensorStack, TensorDict
 

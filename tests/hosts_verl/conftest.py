@@ -9,6 +9,7 @@ import pytest
 def queue_of(monkeypatch):
     """Put rollouts into a queue in memory, in place of verl's."""
     import transfer_queue
+
     from hosts_verl.cases import Queue
 
     def make(rows):

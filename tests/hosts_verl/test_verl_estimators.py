@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl has its own environment: scripts/make_verl_env.sh")
 pytest.importorskip("torchdata", reason="verl's trainer module imports torchdata")
 
-from hosts_verl.cases import Rollout, data_proto, rollouts, token_batch
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -20,6 +19,7 @@ import counterpoise as cp
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl_estimators import estimator, settings_of
 from counterpoise.hosts.verl_methods import setup
+from hosts_verl.cases import Rollout, data_proto, rollouts, token_batch
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()

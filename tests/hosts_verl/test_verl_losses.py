@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 
-core_algos = pytest.importorskip(
+pytest.importorskip(
     "verl.trainer.ppo.core_algos", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl"
 )
 
 from tensordict import TensorDict
+from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 import counterpoise as cp

@@ -11,15 +11,15 @@ pytest.importorskip(
     "verl.trainer.ppo.v1", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl"
 )
 
-from hosts_verl.cases import batch_meta, config, optimizer_steps, rollouts, trainer
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl_order import by_rank, filled
+from counterpoise.hosts.verl_trainer import CreditSync
+from hosts_verl.cases import batch_meta, config, optimizer_steps, rollouts, trainer
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
-from counterpoise.hosts.verl_trainer import CreditSync
 
 PRESERVED = {"plan": "query_preserved"}
 BALANCED = {"plan": "reward_balanced"}

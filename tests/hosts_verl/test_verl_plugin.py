@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl")
 
 import counterpoise as cp
+from counterpoise.hosts import verl as host
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 
@@ -26,12 +28,12 @@ def look(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counterpoise-as-installed\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[verl.plugins]\ncounterpoise = counterpoise.hosts.verl_plugin\n")
 
-    def run(sabotage="", **environment):
+    def run(sabotage=""):
         (tmp_path / "sitecustomize.py").write_text(sabotage)
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", LOOK],
-            env=os.environ | {"PYTHONPATH": path} | environment,
+            env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,
@@ -65,17 +67,49 @@ def test_without_transfer_queue_estimators_and_losses_remain(look):
     assert "transfer_queue" in seen["problems"][0] and "verl[verl-core]==0.9.1" in seen["problems"][0]
 
 
-def test_plugins_switched_off_by_the_environment(look):
-    seen = look(VERL_USE_EXTERNAL_PLUGINS="none")
-    assert seen["estimators"] == []
-    assert seen["problems"] == [
-        "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading counterpoise. Unset it, or add counterpoise to it."
-    ]
+@pytest.fixture
+def unloaded(monkeypatch):
+    """This process as if verl had loaded no plug-in, with the entry point installed."""
+    from verl.trainer.ppo import core_algos
+
+    for registry in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
+        monkeypatch.setattr(core_algos, registry, {})
+    monkeypatch.setattr(host.importlib.metadata, "entry_points", lambda group: [SimpleNamespace(value=host.PLUGIN)])
+    return monkeypatch
+
+
+def test_plugins_switched_off_by_the_environment(unloaded):
+    unloaded.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    line = "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading counterpoise. Unset it, or add counterpoise to it."
+    assert host.registered().problems == [line]
+
+
+def test_an_installation_without_the_entry_point(unloaded):
+    unloaded.setattr(host.importlib.metadata, "entry_points", lambda group: [])
+    assert "no entry point counterpoise.hosts.verl_plugin" in host.registered().problems[0]
+
+
+def test_a_process_that_loaded_verl_before_counterpoise_was_there(unloaded):
+    assert "Run the check in a fresh process" in host.registered().problems[0]
 
 
 def test_without_verl(monkeypatch):
-    from counterpoise.hosts import verl as host
-
     monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
     seen = host.registered()
     assert seen.version is None and "verl is not installed" in seen.problems[0]
+
+
+def test_another_version_of_verl_is_refused(monkeypatch):
+    monkeypatch.setattr("verl.__version__", "0.10.0")
+    with pytest.raises(ValueError, match="works with verl 0.9.1, found 0.10.0"):
+        host.register()
+
+
+def test_credit_reaches_verls_loss(monkeypatch):
+    from verl.trainer.ppo import core_algos
+
+    host.register()
+    host.check_verl()
+    monkeypatch.setattr(core_algos, "agg_loss", lambda loss_mat, loss_mask, loss_agg_mode: loss_mat.sum())
+    with pytest.raises(ValueError, match="credit does not reach verl's loss"):
+        host.check_verl()

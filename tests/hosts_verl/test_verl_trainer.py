@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -9,17 +11,19 @@ pytest.importorskip(
     "verl.trainer.ppo.v1", reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl"
 )
 
-from hosts_verl.cases import Queue, Rollout, batch_meta, config, nested, rollouts, token_batch, trainer
+import transfer_queue
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 import counterpoise as cp
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl_checks import check_config, mode_of
 from counterpoise.hosts.verl_methods import check_version
+from counterpoise.hosts.verl_trainer import CreditSync
+from hosts_verl.cases import Queue, Rollout, batch_meta, config, nested, rollouts, token_batch, trainer
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
-from counterpoise.hosts.verl_trainer import CreditSync
 
 TOKEN_METHODS = ("ktae", "gtpo", "top_entropy", "ar", "stapo", "ibpo", "ntf_whitened", "fade", "crf_ntf")
 
@@ -268,3 +272,16 @@ def test_the_queue_in_memory_gives_what_was_put():
     got = Queue(rows).kv_batch_get([row.key for row in rows], "train", ["rm_scores", "uid"])
     assert torch.equal(got["rm_scores"].values(), nested(rows, "rm_scores").values())
     assert list(got["uid"]) == [row.fields["uid"] for row in rows]
+
+
+def test_the_signatures_that_we_rely_on():
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(PPOTrainer._compute_advantage) == ["self", "batch", "metrics"]
+    assert names(PPOTrainer._balance_batch) == ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]
+    assert names(PPOTrainer._save_checkpoint) == names(PPOTrainer._load_checkpoint) == ["self"]
+    assert names(transfer_queue.kv_batch_get)[:3] == ["keys", "partition_id", "select_fields"]
+    assert {"keys", "partition_id"} <= set(names(transfer_queue.kv_clear))
+    assert names(transfer_queue.KVBatchMeta.select_keys) == ["self", "keys_to_select"]
+    assert names(upsample_batch_to_divisible_size) == ["batch", "batch_multiple", "eos_token_id"]

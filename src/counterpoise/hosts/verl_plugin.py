@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 from counterpoise.hosts.verl import register
 
-register()
+try:
+    register()
+except Exception as error:
+    # verl logs what a plug-in raises at debug level; a warning is seen
+    warnings.warn(f"counterpoise is not available in verl: {error}", stacklevel=1)
+    raise
