@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test test-verl check bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -23,6 +23,11 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest -n 2
+
+# verl needs an environment of its own (its transformers pin is older than ours)
+test-verl: setup
+	bash scripts/make_verl_env.sh $(PY) .venv-verl
+	.venv-verl/bin/python -m pytest tests/test_parity_verl.py tests/hosts_verl -p no:cacheprovider
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -140,12 +140,12 @@ def batches(args: argparse.Namespace, axes: list[str], prompts: int, repeats: in
             marks.append(now(args))
             ledger_s = update_s = 0.0
             start = now(args)
-            with observe(Path(folder), policy, optimizer, method, collected, credit, config, LoopState()) as ledger:
+            with observe(Path(folder), policy, optimizer, collected, credit, config, LoopState()) as ledger:
                 ledger_s += now(args) - start
                 for row_R in plan:
                     rows = method.rows(collected.batch, credit, row_R)
                     times = [now(args)]
-                    ledger.before(rows)
+                    ledger.before()
                     times.append(now(args))
                     update = take_step(policy.model, optimizer, method, rows, collected, config)
                     times.append(now(args))

@@ -28,7 +28,8 @@ counterpoise probe "$run" --step "$last" --probe tax
 counterpoise probe "$run" --step "$last" --probe drift
 
 for probe in counterfactual coupling value exchangeability tax; do
-  counterpoise probe "$run" --probe "$probe" --pool --json > "$results/$probe.json"
+  counterpoise probe "$run" --probe "$probe" --pool
+  cp "$run/probes/$probe/pooled/summary.json" "$results/$probe.json"
 done
 for table in "$run"/probes/{coupling,value}/step_*/{causal,head,values_positive,values_negative}.parquet; do
   if [ -f "$table" ]; then

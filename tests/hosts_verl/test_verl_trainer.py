@@ -13,7 +13,7 @@ pytest.importorskip(
 
 import transfer_queue
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1 import PPOTrainerSync
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync
 
 import counterpoise as cp
 from counterpoise.hosts.verl import register

@@ -339,9 +339,10 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Learning tax",
         "Change where all answers agree is paid for nothing; change at the forks is what learning is for.",
-        "KL(after || before) of an optimizer step, mean over tokens, by context: shared by the whole group, forks of good and bad, others.",
+        "KL(after || before) of an optimizer step, mean over tokens, by context: all rollouts, or both signs, take this token; forks: they part.",
         of_keys(
-            ("ledger/tax/shared", "shared contexts"),
+            ("ledger/tax/shared", "shared by all"),
+            ("ledger/tax/both_signs", "shared by both signs"),
             ("ledger/tax/discriminating", "forks"),
             ("ledger/tax/other", "elsewhere"),
         ),
@@ -353,7 +354,8 @@ CHARTS: tuple[Chart, ...] = (
         "The steeper the shared line against the forks, the more of the training went into what no answer needed changed.",
         "The same KL summed over the optimizer steps that the ledger accounted for, since the start of the run.",
         of_keys(
-            ("ledger/tax/cumulative_shared", "shared contexts"),
+            ("ledger/tax/cumulative_shared", "shared by all"),
+            ("ledger/tax/cumulative_both_signs", "shared by both signs"),
             ("ledger/tax/cumulative_discriminating", "forks"),
             ("ledger/tax/cumulative_other", "elsewhere"),
         ),

@@ -81,11 +81,11 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
             clock.mark("credit_s")
 
             updates: list[Update] = []
-            with observe(run_dir, policy, optimizer, method, collected, credit, config, state) as ledger:
+            with observe(run_dir, policy, optimizer, collected, credit, config, state) as ledger:
                 for row_R in plan:
                     set_rate(optimizer, config, state.num_updates + len(updates))
                     rows = method.rows(collected.batch, credit, row_R)
-                    ledger.before(rows)
+                    ledger.before()
                     updates.append(take_step(policy.model, optimizer, method, rows, collected, config))
                     ledger.after(updates[-1])
             clock.mark("update_s")

@@ -17,14 +17,13 @@ from torch import Tensor
 from counterpoise.files import step_file, write_table
 from counterpoise.ledger import Book, Settings, drift, filled, jitter, load_categories
 from counterpoise.ledger.classes import check_axes
-from counterpoise.methods import Method
 from counterpoise.numerics import masked_mean
 from counterpoise.rollouts import Policy, measure
 from counterpoise.trainer.checkpoint import LoopState
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.update import Update
-from counterpoise.types import Credit, Rows
+from counterpoise.types import Credit
 
 log = logging.getLogger("counterpoise.ledger")
 
@@ -34,7 +33,6 @@ def observe(
     run_dir: Path,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    method: Method,
     collected: Collected,
     credit: Credit,
     config: Config,
@@ -48,7 +46,7 @@ def observe(
 
 
 class Observer:
-    """``before(rows)`` and ``after(update)`` around each optimizer step; on batches that are not chosen it keeps the run's series only."""
+    """``before()`` and ``after(update)`` around each optimizer step; on batches that are not chosen it keeps the run's series only."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class Observer:
             )
             self._book = Book(policy.model, optimizer, collected.batch, collected.prompt_ids, credit, self._texts, how)
 
-    def before(self, rows: Rows) -> None:
+    def before(self) -> None:
         if self._book is not None:
             self._book.before()
 
