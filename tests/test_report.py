@@ -133,6 +133,22 @@ def test_samples_are_coloured_by_credit(run_dir):
                 assert token.css == ("d-0" if level == 0 else f"d-{'p' if credit > 0 else 'n'}{level}")
 
 
+def test_samples_under_uniform_credit_are_coloured_by_the_change(tmp_path):
+    path = make_run(tmp_path / "run", **SMALL)
+    for file in (path / "tokens").iterdir():
+        table = pd.read_parquet(file)
+        table["advantages"] = table["advantage"]
+        table.to_parquet(file)
+    found = content([open_run(path)])
+    assert {prompt.coloured_by for prompt in found.samples} == {"the change of their log-prob"}
+    table = pd.read_parquet(path / "tokens" / "step_000004.parquet")
+    sample = found.samples[0].samples[0]
+    rows, limit = table[table["rollout"] == sample.rollout], np.quantile(table["delta"].abs(), 0.98)
+    assert [token.css[2] for token in sample.tokens if token.css != "d-0"] == [
+        "p" if d > 0 else "n" for d in rows["delta"] if abs(d) > 1e-10 * limit
+    ]
+
+
 def test_every_chart_has_help_a_definition_and_a_door_in_the_notebook(page, run_dir):
     text = Elements(page).text
     for chart in CHARTS:

@@ -109,16 +109,17 @@ def test_fillers_get_nothing_and_change_nothing(queue_of):
     assert torch.equal(got[:-1], alone) and (got[-1] == 0).all()
 
 
-def test_tokens_of_tools_are_no_part_of_a_rollout(queue_of):
+@pytest.mark.parametrize("name", ["ktae", "gtpo", "ibpo"])
+def test_tokens_of_tools_are_no_part_of_a_rollout(name, queue_of):
     """A hole in the mask: the credit is that of the rollout without those tokens, laid out around the hole."""
     rows = rollouts(seed=1)
-    expected = cp.method("ktae").assign(token_batch(rows)).credit_NT
+    expected = cp.method(name).assign(token_batch(rows)).credit_NT
     hole = torch.tensor([9, 9])
     for row in rows[:3]:
         for name, value in row.fields.items():
             if name not in ("uid", "prompts"):
                 row.fields[name] = torch.cat([value[:1], (hole if name == "responses" else 0 * hole).to(value.dtype), value[1:]])
-    got, _ = computed(CreditSync, config("counterpoise/ktae"), rows, queue_of)
+    got, _ = computed(CreditSync, config(f"counterpoise/{name}"), rows, queue_of)
     for i, row in enumerate(rows):
         mask = row.fields["response_mask"].bool()
         n = len(mask)

@@ -167,7 +167,7 @@ def _stage(value: Any, axis: str) -> str:
 
 def _setting(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40))
+        return ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40) if v is not None)
     if value is None:
         return ""
     return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 400)

@@ -72,6 +72,7 @@ def curves(
 ) -> Drawing:
     """Lines over steps with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
+    biggest = max(float(np.nanmax(np.abs(curve.mean))) for _, curve in found)
     for at, (_, curve) in enumerate(found):
         _add_band(figure, curve.step, curve.low, curve.high, colour(at))
     for at, (label, curve) in enumerate(found):
@@ -85,7 +86,7 @@ def curves(
         mode = "lines+markers" if markers or len(curve.mean) == 1 else "lines"
         main = curve.mean if smooth is None else smooth
         _add_line(figure, curve.step, main, {**line, "width": 2}, name=chart_label(label), mode=mode)
-        keys.append(Key(label, colour(at), dash(at), _last(curve)))
+        keys.append(Key(label, colour(at), dash(at), _last(curve, biggest)))
     if zero:
         figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
@@ -199,8 +200,13 @@ def _add_band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarra
     figure.add_scatter(**around, fill="toself", fillcolor=_faint(shade), mode="none", hoverinfo="skip", showlegend=False)
 
 
-def _last(curve: Curve) -> str:
-    """The last value with its interval; of one run without intervals the mean of its last batches, with the interval over them."""
+def _last(curve: Curve, biggest: float) -> str:
+    """The last value with its interval; of one run without intervals the mean of its last batches, with the interval over them.
+
+    Beside curves whose values reach ``biggest``, rounding errors are 0.
+    """
+    if np.nanmax(np.abs(curve.mean)) < 1e-5 * biggest:
+        return "0"
     if np.isfinite(curve.low[-1]) or len(curve.mean) < LAST:
         return with_interval(float(curve.mean[-1]), float(curve.low[-1]), float(curve.high[-1]))
     return f"{with_interval(*over_seeds(list(curve.mean[-LAST:])))} last {LAST}"

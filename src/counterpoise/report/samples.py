@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.report.credit_numbers import TopToken, tokens_of, top_tokens
+from counterpoise.report.credit_numbers import TopToken, has, tokens_of, top_tokens
 from counterpoise.report.facts import Table
 from counterpoise.report.folder import RunFolder
 from counterpoise.report.text import number, visible
@@ -38,9 +38,10 @@ class Sample(NamedTuple):
 
 
 class SamplePrompt(NamedTuple):
-    """A prompt with its best and its worst rollout."""
+    """A prompt with its best and its worst rollout, and what colours their tokens."""
 
     step: int
+    coloured_by: str
     group: int
     prompt: str
     answer: str
@@ -60,13 +61,13 @@ def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> lis
     rollouts = table.to_pandas()
     found = tokens_of(run, at) if at in run.steps("tokens") else None
     tokens = found[1] if found else None
-    limit = credit_limit(tokens) if tokens is not None else 1.0
+    column = colour_column(tokens)
     mixed = (
         rollouts.groupby("group")["reward"]
         .agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean()))
         .sort_values(ascending=False, kind="stable")
     )
-    return [_prompt(at, rollouts[rollouts["group"] == group], tokens, limit) for group in mixed.index[:num]]
+    return [_prompt(at, rollouts[rollouts["group"] == group], tokens, column) for group in mixed.index[:num]]
 
 
 def diverging(value: float, limit: float) -> str:
@@ -81,10 +82,17 @@ def diverging(value: float, limit: float) -> str:
     return "d-0" if level == 0 else f"d-{'p' if value > 0 else 'n'}{level}"
 
 
-def credit_limit(tokens: pd.DataFrame) -> float:
-    """The 98th percentile of |credit|: where the colour scale ends."""
-    found = tokens["advantages"].abs().dropna() if "advantages" in tokens else []
-    return float(np.quantile(found, 0.98)) if len(found) else 1.0
+def colour_column(tokens: pd.DataFrame | None) -> str:
+    """Credit, where the method told tokens of a rollout apart; under uniform credit what happened to them says more."""
+    if tokens is None or not has(tokens, "advantages"):
+        return ""
+    spread = tokens.groupby("rollout")["advantages"].agg(lambda credit: credit.max() - credit.min())
+    return "delta" if float(spread.max()) < 1e-6 and has(tokens, "delta") else "advantages"
+
+
+def colour_limit(tokens: pd.DataFrame, column: str) -> float:
+    """The 98th percentile of the absolute value: where the colour scale ends."""
+    return float(np.quantile(tokens[column].abs().dropna(), 0.98)) if column else 1.0
 
 
 def tops(run: RunFolder, step: int | None = None) -> tuple[int, list[TopToken], list[TopToken]] | None:
@@ -116,23 +124,25 @@ def _step(run: RunFolder, step: int | None) -> int | None:
     return both[-1] if both else None
 
 
-def _prompt(step: int, rows: pd.DataFrame, tokens: pd.DataFrame | None, limit: float) -> SamplePrompt:
+def _prompt(step: int, rows: pd.DataFrame, tokens: pd.DataFrame | None, column: str) -> SamplePrompt:
     best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
     first = rows.iloc[0]
     return SamplePrompt(
         step=step,
+        coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(column, ""),
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
         solved=f"{int((rows['reward'] > 0.5).sum())} of {len(rows)}",
-        samples=[_sample(rows.loc[at], tokens, limit) for at in dict.fromkeys([best, worst])],
+        samples=[_sample(rows.loc[at], tokens, column) for at in dict.fromkeys([best, worst])],
     )
 
 
-def _sample(row: Any, tokens: pd.DataFrame | None, limit: float) -> Sample:
+def _sample(row: Any, tokens: pd.DataFrame | None, column: str) -> Sample:
     own = tokens[tokens["rollout"] == row["rollout"]] if tokens is not None and "rollout" in tokens else None
     if own is not None and len(own) and "text" in own:
-        made = [_token(token, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
+        limit = colour_limit(tokens, column)
+        made = [_token(token, column, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
         left_out = max(0, len(own) - MAX_TOKENS)
     else:
         made, left_out = [Token(visible(row["text"], "\n"), "", "")], 0
@@ -148,10 +158,12 @@ def _sample(row: Any, tokens: pd.DataFrame | None, limit: float) -> Sample:
     )
 
 
-def _token(token: dict[Any, Any], limit: float) -> Token:
+def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
     credit, delta = token.get("advantages", np.nan), token.get("delta", np.nan)
     text = visible(token["text"], "\n").replace("\n", "⏎\n")
-    return Token(text, diverging(credit, limit), f"credit {number(credit)}, change of the log-prob {number(delta)}")
+    return Token(
+        text, diverging(token.get(column, np.nan), limit), f"credit {number(credit)}, change of the log-prob {number(delta)}"
+    )
 
 
 def _plan_row(at: int, part: list[int], rollouts: pd.DataFrame | None) -> list[str]:
