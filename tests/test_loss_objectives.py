@@ -114,7 +114,7 @@ INSIDE = [
 
 @pytest.mark.parametrize("ratio", [1.3, 1.1, 0.7])
 @pytest.mark.parametrize(
-    "loss", [TOKEN_RATIO, reinforce(), symmetric_clip(), dfpo(), dfpo(transform="orth"), dfpo(weight="product"), *INSIDE], ids=str
+    "loss", [TOKEN_RATIO, reinforce(), symmetric_clip(), dfpo(), dfpo(transform="orth"), dfpo(weight="product"), *INSIDE]
 )
 def test_shared_tokens_cancel(loss, ratio):
     assert abs(shared_token_residual(loss, ratio)) < 1e-15
