@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-verl check bench clean
+.PHONY: setup demo test test-hosts test-verl check bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -23,6 +23,10 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest -n 2
+
+# inside TRL: slower, several processes
+test-hosts: setup
+	$(PY) -m pytest tests/hosts
 
 # verl needs an environment of its own (its transformers pin is older than ours)
 test-verl: setup

@@ -7,13 +7,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import trl_tiny
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from counterpoise.hosts.trl_batch import gathered
+from counterpoise.hosts.trl_state import credit_state
+from hosts import trl_tiny
 
 # sgd without clipping: a difference in the gradient stays the size it has
-ARGS = {"optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2}
+ARGS = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2}
 SCENARIOS = {
     "delta": {"method": "delta", "plan": "query_preserved"},
     "fade": {"method": "fade", "plan": "reward_balanced"},
@@ -24,6 +27,7 @@ SCENARIOS = {
     "ktae": {"method": "ktae", "plan": "query_preserved"},
     "clip_cov": {"method": "clip_cov", "plan": "query_preserved"},
     "uniform": {"method": "uniform", "plan": "query_preserved"},
+    "ledger": {"method": "delta", "plan": "reward_balanced", "ledger_every": 2},
 }
 
 
@@ -38,10 +42,11 @@ def shard_fully(trainer):
     trainer.is_fsdp_enabled = True
 
 
-def run(name, world, **changes):
+def run(name, world):
     """Credit of every generation by global row, plans, and the weights at the end; 16 rollouts a generation whatever the world."""
     sizes = {"per_device_train_batch_size": 4 // world, "steps_per_generation": 4}
-    trainer = trl_tiny.ours(tempfile.mkdtemp(), args=ARGS | sizes | SCENARIOS[name] | changes, rollout_func=trl_tiny.told)
+    folder = Path(tempfile.mkdtemp())
+    trainer = trl_tiny.ours(folder, args=ARGS | sizes | SCENARIOS[name], rollout_func=trl_tiny.told)
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
     if os.environ.get("ENGINE") == "fsdp2":
         shard_fully(trainer)
@@ -53,6 +58,7 @@ def run(name, world, **changes):
         plans.append(None if trainer.credit_plan is None else [step.tolist() for step in trainer.credit_plan])
 
     trainer._take_generation = watched
+    start = trl_tiny.weights(trainer)
     trainer.train()
     return {
         "world": world,
@@ -60,22 +66,21 @@ def run(name, world, **changes):
         "plans": plans,
         "engine": str(trainer.accelerator.distributed_type),
         "num_sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+        "start": start,
         "weights": _whole(trl_tiny.weights(trainer)),
-        "loss": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "state": trainer.callback_handler.callbacks and _state(trainer),
+        "state": credit_state(trainer).method_state,
+        "tokens": _tokens(folder),
     }
 
 
-def _state(trainer):
-    from counterpoise.hosts.trl_state import credit_state
-
-    return credit_state(trainer).method_state
+def _tokens(folder):
+    """The first token table, if there is one."""
+    file = folder / "counterpoise" / "tokens" / "step_000000.parquet"
+    return pq.read_table(file).to_pydict() if file.is_file() else None
 
 
 def _by_row(trainer, output):
     """[N, T] credit in the order of the rows' global numbers."""
-    from counterpoise.hosts.trl_batch import gathered
-
     columns = gathered(trainer, {name: output[name] for name in ("cp_row", "cp_credit")})
     return columns["cp_credit"][columns["cp_row"].argsort()]
 

@@ -116,9 +116,9 @@ def test_tokens_of_tools_are_no_part_of_a_rollout(name, queue_of):
     expected = cp.method(name).assign(token_batch(rows)).credit_NT
     hole = torch.tensor([9, 9])
     for row in rows[:3]:
-        for name, value in row.fields.items():
-            if name not in ("uid", "prompts"):
-                row.fields[name] = torch.cat([value[:1], (hole if name == "responses" else 0 * hole).to(value.dtype), value[1:]])
+        for field, value in row.fields.items():
+            if field not in ("uid", "prompts", "position_ids"):
+                row.fields[field] = torch.cat([value[:1], (hole if field == "responses" else 0 * hole).to(value.dtype), value[1:]])
     got, _ = computed(CreditSync, config(f"counterpoise/{name}"), rows, queue_of)
     for i, row in enumerate(rows):
         mask = row.fields["response_mask"].bool()

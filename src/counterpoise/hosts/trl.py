@@ -15,9 +15,13 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import trl
 from torch import Tensor
-from trl.trainer.grpo_trainer import GRPOTrainer
+
+try:
+    import trl
+    from trl.trainer.grpo_trainer import GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"counterpoise.hosts.trl needs TRL: pip install 'counterpoise[trl]' ({error})") from error
 
 from counterpoise.batches import audit
 from counterpoise.hosts.trl_batch import add_columns, assign, gathered, token_batch, wanted, whole_batch

@@ -339,7 +339,7 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Learning tax",
         "Change where all answers agree is paid for nothing; change at the forks is what learning is for.",
-        "KL(after || before) of an optimizer step, mean over tokens, by context: all rollouts, or both signs, take this token; forks: they part.",
+        "KL(after || before) of an optimizer step, mean over tokens, by context: all rollouts or both signs take this token; forks: they part.",
         of_keys(
             ("ledger/tax/shared", "shared by all"),
             ("ledger/tax/both_signs", "shared by both signs"),

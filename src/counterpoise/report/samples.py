@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from counterpoise.report.credit_numbers import TopToken, has, tokens_of, top_tokens
+from counterpoise.report.credit_numbers import Frame, TopToken, has, tokens_of, top_tokens
 from counterpoise.report.facts import Table
 from counterpoise.report.folder import RunFolder
 from counterpoise.report.text import number, visible
@@ -82,7 +81,7 @@ def diverging(value: float, limit: float) -> str:
     return "d-0" if level == 0 else f"d-{'p' if value > 0 else 'n'}{level}"
 
 
-def colour_column(tokens: pd.DataFrame | None) -> str:
+def colour_column(tokens: Frame | None) -> str:
     """Credit, where the method told tokens of a rollout apart; under uniform credit what happened to them says more."""
     if tokens is None or not has(tokens, "advantages"):
         return ""
@@ -90,7 +89,7 @@ def colour_column(tokens: pd.DataFrame | None) -> str:
     return "delta" if float(spread.max()) < 1e-6 and has(tokens, "delta") else "advantages"
 
 
-def colour_limit(tokens: pd.DataFrame, column: str) -> float:
+def colour_limit(tokens: Frame, column: str) -> float:
     """The 98th percentile of the absolute value: where the colour scale ends."""
     return float(np.quantile(tokens[column].abs().dropna(), 0.98)) if column else 1.0
 
@@ -124,7 +123,7 @@ def _step(run: RunFolder, step: int | None) -> int | None:
     return both[-1] if both else None
 
 
-def _prompt(step: int, rows: pd.DataFrame, tokens: pd.DataFrame | None, column: str) -> SamplePrompt:
+def _prompt(step: int, rows: Frame, tokens: Frame | None, column: str) -> SamplePrompt:
     best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
     first = rows.iloc[0]
     return SamplePrompt(
@@ -138,7 +137,7 @@ def _prompt(step: int, rows: pd.DataFrame, tokens: pd.DataFrame | None, column: 
     )
 
 
-def _sample(row: Any, tokens: pd.DataFrame | None, column: str) -> Sample:
+def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
     own = tokens[tokens["rollout"] == row["rollout"]] if tokens is not None and "rollout" in tokens else None
     if own is not None and len(own) and "text" in own:
         limit = colour_limit(tokens, column)
@@ -166,7 +165,7 @@ def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
     )
 
 
-def _plan_row(at: int, part: list[int], rollouts: pd.DataFrame | None) -> list[str]:
+def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
     if rollouts is None or max(part, default=-1) >= len(rollouts):
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]

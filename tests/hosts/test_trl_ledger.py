@@ -1,0 +1,79 @@
+"""The ledger inside TRL: it only looks, its coefficients are those of the update, its files are a run folder."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+from counterpoise.report.folder import open_run
+from counterpoise.schema import TOKEN_COLUMNS
+from hosts import trl_tiny
+
+pytestmark = pytest.mark.hosts
+SGD = {"optim": "sgd", "learning_rate": 0.005, "max_grad_norm": 0.5, "ledger_every": 1, "max_steps": 4}
+CASES = {
+    "trl's loss": {"method": "uniform", "loss_type": "grpo"},
+    "trl's loss, our credit and plan": {"method": "delta", "plan": "query_preserved"},
+    "our loss": {"method": "dfpo_min"},
+    "rows left out": {"method": "dr_grpo", "plan": "reward_balanced"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_coefficients_are_those_of_the_update(case, tmp_path):
+    """With SGD a step is the sum of its tokens' gradients times their coefficients: nothing may be left over for "rest"."""
+    trainer = trl_tiny.ours(tmp_path, args=SGD | CASES[case])
+    trainer.train()
+    tokens = pq.read_table(tmp_path / "counterpoise" / "tokens" / "step_000000.parquet").to_pandas()
+    trained = tokens[tokens["loss_mask"]]
+    assert set(trained["optimizer_step"]) == {0, 1, 2, 3}
+    size = trained["predicted"].abs().max()
+    assert size > 1e-3
+    assert trained["part_sign_rest"].abs().max() < 1e-3 * size
+    assert trained[["predicted", "delta"]].corr().iloc[0, 1] > 0.99
+    left_out = tokens[~tokens["loss_mask"]]
+    assert (len(left_out) > 0) == (case == "rows left out")
+    assert left_out["coef"].isna().all()
+
+
+def test_training_with_the_ledger_is_training_without_it(tmp_path):
+    args = {"method": "delta", "plan": "query_preserved"}
+    without = trl_tiny.ours(tmp_path / "without", args=args)
+    without.train()
+    watched = trl_tiny.ours(tmp_path / "with", args=args | {"ledger_every": 1, "ledger_decompose": ["sign", "category"]})
+    watched.train()
+    trl_tiny.assert_identical(trl_tiny.weights(watched), trl_tiny.weights(without))
+
+
+def test_files_and_metrics(tmp_path):
+    """Every second generation; the folder opens as a run, and TRL reports the summary."""
+    trainer = trl_tiny.ours(tmp_path, args=SGD | {"method": "top_entropy", "ledger_every": 2, "max_steps": 12})
+    trainer.train()
+    folder = tmp_path / "counterpoise"
+    run = open_run(folder)
+    assert run.problems == []
+    assert (run.steps("tokens"), run.steps("rollouts")) == ([0, 2], [0, 2])
+    assert run.manifest["host"] == "trl"
+    assert run.config["method"]["credit"] == [{"name": "top_entropy"}]
+    columns = run.columns("tokens", 2)
+    assert columns[: len(TOKEN_COLUMNS)] == list(TOKEN_COLUMNS)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2]
+    logged = [row for row in trainer.state.log_history if "ledger/flip/all" in row]
+    assert [row["ledger/flip/all"] for row in logged] == [row["ledger/flip/all"] for row in rows]
+    assert rows[0]["credit/top_entropy/kept_frac"] == pytest.approx(0.2, abs=0.05)
+
+
+def test_the_rollout_table(tmp_path):
+    trainer = trl_tiny.ours(tmp_path, args=SGD | {"method": "dapo", "max_steps": 1}, rollout_func=trl_tiny.told)
+    trainer.train()
+    table = pq.read_table(tmp_path / "counterpoise" / "rollouts" / "step_000000.parquet").to_pandas()
+    assert table["group"].tolist() == [k // 4 for k in range(32)]
+    assert table["reward"].tolist() == trl_tiny.graded(table["text"])
+    told = trl_tiny.told(table["prompt"].tolist(), trainer)
+    assert [ids.tolist() for ids in table["token_ids"]] == told["completion_ids"]
+    for row in table.itertuples():
+        assert row.advantages.tolist() == pytest.approx([row.advantage] * len(row.token_ids))
