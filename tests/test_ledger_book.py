@@ -30,7 +30,7 @@ SMALL = {
     "model": "bundled",
     "num_steps": 3,
     "rollouts": {"prompts": 3, "group_size": 4, "max_new_tokens": 70},
-    "optimizer": {"lr": 1e-4, "steps_per_batch": 2},
+    "optimizer": {"lr": 1e-5, "steps_per_batch": 2},
     "eval": {"every": 0},
     "checkpoint_every": 1,
     "trackers": [],
