@@ -33,7 +33,7 @@ def small_run(path: Path, *, num_steps: int = 2, ledger_every: int = 1) -> Path:
         "method": {"name": "dapo", "plan": "query_preserved"},
         "num_steps": num_steps,
         "rollouts": {"prompts": 2, "group_size": 6, "max_new_tokens": 96},
-        "optimizer": {"lr": 3e-4, "steps_per_batch": 2, "clip_norm": None},
+        "optimizer": {"lr": 2e-5, "steps_per_batch": 2, "clip_norm": None},
         "eval": {"every": 0},
         "ledger": {"every": ledger_every, "decompose": ["sign"]},
         "keep_every": 1,
