@@ -4,8 +4,8 @@
 
 A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is ledger / step, ``update`` ledger / optimizer
 steps alone, ``slowdown`` what ``every: 10`` adds to a run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and
-numbers. ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the peak of a process that trains with
-and without the ledger. On a machine that does other work meanwhile, ``--cpu-time`` counts processor time instead of time on the wall.
+numbers. ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the peak of a process that trains
+with and of one that trains without the ledger. On a machine that does other work meanwhile, ``--cpu-time`` counts processor time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Cost(NamedTuple):
 def main() -> None:
     args = arguments()
     if args.memory is not None:
-        print(json.dumps({"peak_bytes": peak_bytes(args, axes=args.memory)}))
+        base = peak()
+        batches(args, [args.memory] if args.memory else [], args.prompts, repeats=1)
+        print(json.dumps({"base_bytes": base, "peak_bytes": peak()}))
         return
     out: dict[str, Any] = {
         "device": device_name(),
@@ -95,15 +97,17 @@ def growth(args: argparse.Namespace) -> dict[str, float]:
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
-    """Peaks of child processes: an empty one (imports and the model), one that trains, one that trains with the ledger."""
-    peaks = {}
-    for name, axes in (("train", ""), ("ledger", "sign")):
+    """Peaks of two child processes: one trains, one trains with the ledger. ``above`` leaves out what was there before the first batch."""
+    base, train, ledger = 0, 0, 0
+    for axes in ("", "sign"):
         command = [sys.executable, __file__, *sys.argv[1:], "--memory", axes]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[name] = json.loads(done.stdout.strip().splitlines()[-1])["peak_bytes"]
-    found = {"train_mib": peaks["train"] / 2**20, "ledger_mib": peaks["ledger"] / 2**20, "ratio": peaks["ledger"] / peaks["train"]}
+        done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1])
+        base, train, ledger = done["base_bytes"], done["peak_bytes"] if not axes else train, done["peak_bytes"]
+    found = {"base_mib": base / 2**20, "train_mib": train / 2**20, "ledger_mib": ledger / 2**20}
+    found |= {"ratio": ledger / train, "above": (ledger - base) / (train - base)}
     print(
-        f"memory         peak {found['train_mib']:.0f} MiB without, {found['ledger_mib']:.0f} MiB with: {found['ratio']:.2f}",
+        f"memory         peak {train / 2**20:.0f} MiB without, {ledger / 2**20:.0f} MiB with: {found['ratio']:.2f} "
+        f"({found['above']:.2f} above the {base / 2**20:.0f} MiB of imports)",
         flush=True,
     )
     return found
@@ -173,16 +177,14 @@ def config_of(args: argparse.Namespace, axes: list[str], prompts: int) -> Config
     )
 
 
-def peak_bytes(args: argparse.Namespace, axes: str) -> int:
-    batches(args, [axes] if axes else [], args.prompts, repeats=1)
-    return peak()
-
-
 def peak() -> int:
     """Most memory of this process so far: of the accelerator where there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    status = Path("/proc/self/status")
+    if status.is_file():  # getrusage would start from the peak of the process that started this one
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def now(args: argparse.Namespace) -> float:

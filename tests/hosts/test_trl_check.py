@@ -48,20 +48,31 @@ def test_a_loss_that_takes_one_advantage_a_rollout(monkeypatch):
     assert "pip install 'trl==" in broken["trl takes (B, T) advantages"].fix
 
 
-def test_a_buffer_in_another_place(monkeypatch):
-    """A TRL that hands out micro-batches of its own making: what we put into its buffer is never trained on."""
-    original = GRPOTrainer._compute_loss
-    import torch
+def test_micro_batches_from_another_place(monkeypatch):
+    """A TRL that trains on micro-batches of its own after the first: what we put into its buffer is not used."""
+    original, kept = GRPOTrainer._prepare_inputs, []
 
-    def elsewhere(self, model, inputs):
-        turned = {name: value.flip(0) if torch.is_tensor(value) and value.ndim else value for name, value in inputs.items()}
-        turned["cp_row"] = (turned["cp_row"] + 1) % 8
-        inputs.update(turned)
-        return original(self, model, inputs)
+    def elsewhere(self, generation_batch):
+        inputs = original(self, generation_batch)
+        kept.append(inputs if not kept else kept[0])
+        return kept[-1]
 
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", elsewhere)
+    monkeypatch.setattr(GRPOTrainer, "_prepare_inputs", elsewhere)
     broken = failed(check.check_trl())
-    assert "trl trains on the plan's rows" in broken
+    assert "trained on rows" in broken["trl trains on the plan's rows"].found
+
+
+def test_a_generation_under_another_name(monkeypatch):
+    """A TRL that no longer calls the method that we override: there is no credit and no plan."""
+    score = GRPOTrainer._generate_and_score_completions
+
+    def renamed(self, generation_batch):
+        return score(self, generation_batch)
+
+    monkeypatch.setattr(GRPOTrainer, "_prepare_inputs", renamed)
+    broken = failed(check.check_trl())
+    assert set(broken) == {"trl training"}
+    assert "pip install 'trl==" in broken["trl training"].fix
 
 
 def test_a_changed_signature(monkeypatch):
@@ -115,6 +126,22 @@ def test_doctor_of_a_host_that_is_not_there(monkeypatch):
     out = run_doctor()
     assert out.exit_code == 0
     assert "not installed: pip install 'counterpoise[verl]'" in out.output
+
+
+@pytest.mark.parametrize("problems", [[], ["the plug-in was not loaded. Do this."]])
+def test_doctor_of_verl(problems, monkeypatch):
+    """What verl's registries hold, and the proof that credit reaches its loss."""
+    from counterpoise.hosts import verl
+
+    found = verl.Registered("0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems)
+    monkeypatch.setattr(verl, "registered", lambda: found)
+    monkeypatch.setattr(verl, "check_verl", lambda: None)
+    monkeypatch.setattr(cli, "is_installed", lambda package: True)
+    out = run_doctor("verl")
+    assert out.exit_code == bool(problems)
+    assert "verl plug-in: verl 0.9.1: 1 estimators, 1 losses, 0 trainers of counterpoise" in out.output
+    assert ("fix: the plug-in was not loaded. Do this." in out.output) == bool(problems)
+    assert "ok      verl loss: the gradient of verl's loss is the credit" in out.output
 
 
 def test_doctor_of_an_unknown_host():

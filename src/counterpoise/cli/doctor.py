@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -13,11 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.hosts.check import Check, check_trl, is_installed, version_of
+from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed, version_of
 
 PACKAGES = ("counterpoise", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "verl", "vllm", "ray", "pyarrow")
-# host -> (package, extra, where its check lives)
-HOSTS = {"trl": ("trl", "trl", "counterpoise.hosts.check"), "verl": ("verl", "verl", "counterpoise.hosts.verl")}
+HOSTS = ("trl", "verl")
 
 
 def doctor(
@@ -61,14 +58,9 @@ def machine_facts() -> dict[str, Any]:
 
 def check_host(name: str) -> list[Check] | None:
     """The host's checks; None if it is not installed."""
-    package, _, module = HOSTS[name]
-    if not is_installed(package):
+    if not is_installed(name):
         return None
-    if name == "trl":
-        return _quietly(check_trl)
-    if importlib.util.find_spec(module) is None:
-        return [Check(name, False, f"installed, but this counterpoise has no {module}", "pip install -U counterpoise")]
-    return _quietly(getattr(importlib.import_module(module), f"check_{name}"))
+    return _quietly(check_trl if name == "trl" else check_verl)
 
 
 def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str:
@@ -79,7 +71,7 @@ def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str
     for name, checks in found.items():
         lines.append(f"host {name}")
         if checks is None:
-            lines.append(f"  not installed: pip install 'counterpoise[{HOSTS[name][1]}]'")
+            lines.append(f"  not installed: pip install 'counterpoise[{name}]'")
         for check in checks or []:
             lines.append(f"  {'ok    ' if check.is_ok else 'BROKEN'}  {check.name}: {check.found}")
             lines += [] if check.is_ok else [f"          fix: {check.fix}"]

@@ -1,7 +1,4 @@
-"""Does a host still behave as we rely on? Each check runs the real thing on a tiny model and names the fix where it fails.
-
-A host module offers ``check_<host>() -> list[Check]``; ``counterpoise doctor`` shows them.
-"""
+"""Does a host still behave as we rely on? Each check runs the real thing on a tiny example and names the fix where it fails."""
 
 from __future__ import annotations
 
@@ -59,6 +56,25 @@ def check_trl() -> list[Check]:
         checks += [_attempt("trl signatures", _signatures)]
         checks += _training()
     return checks
+
+
+def check_verl() -> list[Check]:
+    """What of counterpoise verl has loaded, and by two rollouts of two tokens: credit reaches verl's loss. Call it in a fresh process."""
+    from counterpoise.hosts import verl
+
+    found = verl.registered()
+    counts = f"{len(found.estimators)} estimators, {len(found.losses)} losses, {len(found.trainers)} trainers"
+    registered = Check(
+        "verl plug-in", not found.problems, f"verl {found.version}: {counts} of counterpoise", " ".join(found.problems)
+    )
+    if not found.estimators:
+        return [registered]
+
+    def proved() -> str:
+        verl.check_verl()
+        return "the gradient of verl's loss is the credit"
+
+    return [registered, _attempt("verl loss", proved)]
 
 
 def _attempt(name: str, look: Callable[[], str]) -> Check:

@@ -92,9 +92,10 @@ class CreditMixin(Host):
         if self._credit_fresh is not None:
             self._take_generation(self._credit_fresh)
             self._credit_fresh = None
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if self.credit_setup.has_own_loss:
             prepare_step(self, self.credit_setup, self._credit_steps)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, or one of ours on TRL's forward."""

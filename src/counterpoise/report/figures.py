@@ -63,7 +63,7 @@ def blank(x: str = "", y: str = "") -> go.Figure:
         dragmode="zoom",
     )
     figure.update_xaxes(**axis, showgrid=False, title_text=x)
-    figure.update_yaxes(**axis, showgrid=True, title_text=y, nticks=6)
+    figure.update_yaxes(**axis, showgrid=True, title_text=y, nticks=6, exponentformat="e")
     return figure
 
 
@@ -147,7 +147,7 @@ def scatter(found: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x:
     """Points with the line of equality: (label, colour, x, y, text of the legend)."""
     figure, keys = blank(x, y), []
     pooled = np.concatenate([np.concatenate([xs, ys]) for _, _, xs, ys, _ in found])
-    low, high = (float(v) for v in np.quantile(pooled, [0.002, 0.998]))
+    low, high = (float(v) for v in np.quantile(pooled, [0.005, 0.995]))
     pad = 0.05 * (high - low) or 1e-9
     figure.add_scatter(
         x=[low, high], y=[low, high], mode="lines", line={"color": NEUTRAL, "width": 1, "dash": "dot"}, hoverinfo="skip"

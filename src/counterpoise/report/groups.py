@@ -16,15 +16,8 @@ from counterpoise.report.stats import over_seeds
 
 # settings that cannot change what is learnt
 OBSERVERS = (
-    "seed",
-    "run_dir",
-    "trackers",
-    "project",
-    "ledger",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "keep_every",
-    "save_rollouts_every",
+    *("seed", "run_dir", "trackers", "project", "ledger", "eval.every"),
+    *("checkpoint_every", "keep_checkpoints", "keep_every", "save_rollouts_every"),
 )
 MAX_SETTINGS = 2000
 
@@ -125,7 +118,7 @@ def _curve(runs: list[pd.Series]) -> Curve | None:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     leaves = islice(_leaves("", config), MAX_SETTINGS)
-    return {path: value for path, value in leaves if path.split(".")[0] not in OBSERVERS}
+    return {path: value for path, value in leaves if path not in OBSERVERS and path.split(".")[0] not in OBSERVERS}
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -32,20 +32,22 @@ export class Pane {
     if (target && this.place.contains(target)) act(Number(target.dataset.i));
   }
 
-  show(group, layout) {
+  // at: the token to have in sight, -1 for the beginning
+  show(group, layout, at = -1) {
     this.group = group;
     this.layout = layout;
     this.version += 1;
     this.place.scrollTo(0, 0);
-    return this.arrange();
+    return this.arrange(at);
   }
 
-  async arrange() {
+  async arrange(at = -1) {
     if (!this.group || !this.place.clientWidth) return;
     this.clear();
     this.cell = this.measured();
     if (this.layout === "aligned") await this.arrangeAligned();
     else this.arrangeText();
+    if (at >= 0) this.scrollNear(at);
     this.draw();
   }
 
@@ -197,12 +199,16 @@ export class Pane {
   }
 
   reveal(i) {
+    this.scrollNear(i);
+    this.draw();
+  }
+
+  scrollNear(i) {
     const spot = this.spot(i);
     if (!spot) return;
     const { scrollTop, clientHeight, scrollLeft, clientWidth } = this.place;
     if (spot.top < scrollTop + 40 || spot.top > scrollTop + clientHeight - 60) this.place.scrollTop = spot.top - clientHeight / 2;
     if (spot.left !== null && (spot.left < scrollLeft + 160 || spot.left > scrollLeft + clientWidth - 80)) this.place.scrollLeft = spot.left - clientWidth / 2;
-    this.draw();
   }
 
   spot(i) {
@@ -245,7 +251,7 @@ function head(row) {
   const out = element("div", `head ${cssOfSign(row.sign)}`);
   const parts = [["", `#${row.rollout}`], ["reward", number(row.reward)], ["advantage", signed(row.advantage)], ["tokens", number(row.end - row.start)]];
   if (row.flips !== null) parts.push(["flips", number(row.flips)]);
-  if (row.stop_reason) parts.push(["", row.stop]);
+  if (row.stop_reason && row.stop_reason !== "stop") parts.push(["ended by", row.stop]);
   for (const [name, value] of parts) {
     const part = element("span", name ? "" : "name");
     if (name) part.append(element("i", "", name), " ");

@@ -114,8 +114,7 @@ function setPaint(values) {
 async function showLayout(layout) {
   chosen.layout = layout;
   for (const name of ["text", "aligned"]) byId(`layout-${name}`).setAttribute("aria-pressed", String(name === layout));
-  if (group) await pane.show(group, layout);
-  if (focus >= 0) pane.reveal(focus);
+  if (group) await pane.show(group, layout, focus);
   writeAddress();
 }
 
