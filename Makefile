@@ -31,7 +31,7 @@ test-hosts: setup
 # verl needs an environment of its own (its transformers pin is older than ours)
 test-verl: setup
 	bash scripts/make_verl_env.sh $(PY) .venv-verl
-	.venv-verl/bin/python -m pytest tests/test_parity_verl.py -p no:cacheprovider
+	PYTHONPATH= .venv-verl/bin/python -m pytest tests/test_parity_verl.py tests/hosts_verl -p no:cacheprovider
 
 check: setup
 	$(VENV)/bin/ruff check .

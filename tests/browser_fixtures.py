@@ -1,12 +1,16 @@
-"""A real browser for tests (Debian's chromium), and the runs it looks at. Modules of browser tests take these fixtures by name."""
+"""A real browser for tests (Debian's chromium), the runs it looks at, and how to read the viewer. Test modules take the fixtures by name."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 
+import numpy as np
 import pytest
+import uvicorn
 
+from counterpoise.report.server import app, free_socket
 from make_run import HOSTILE, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -62,3 +66,46 @@ def settled(page, expression):
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(20)
+
+
+def served(path):
+    """The viewer of a run folder; gives its address."""
+    bound = free_socket()
+    port = bound.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app(path, port), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join()
+
+
+def opened(page, address, fragment=""):
+    """The viewer with its first tokens drawn."""
+    page.goto(address + fragment)
+    page.wait_for_selector(".t[data-i]")
+    return page
+
+
+def inspected(page):
+    """Numbers on the inspector, by their label."""
+    page.wait_for_selector("#inspector .numbers")
+    pairs = page.locator("#inspector .numbers > *").all_inner_texts()
+    return dict(zip(pairs[::2], pairs[1::2]))
+
+
+def as_shown(value):
+    """A value as the viewer writes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return "yes" if value else "no"
+    if value is None or np.isnan(value):
+        return "–"
+    if float(value) == int(value):
+        return f"{int(value):,}"
+    size = abs(value)
+    if size < 1e-3 or size >= 1e6:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{mantissa}e{int(exponent):+d}"
+    return f"{value:.{3 - int(np.floor(np.log10(size)))}f}"

@@ -63,6 +63,10 @@ def make_run(
         metrics = _metrics(step, rollouts, plan, rng)
         if ledger_every and step % ledger_every == 0:
             tokens = _tokens(step, rollouts, plan, rng)
+            if hostile:
+                tokens |= dict.fromkeys(
+                    (HOSTILE[1], f"part_sign_{HOSTILE[0]}"), tokens["delta"]
+                )  # names of columns are text as well
             write_table(step_file(path, "tokens", step, ".parquet"), tokens)
             tax += 1e-4 * (1 + rng.random())
             metrics |= _ledger_metrics(tokens, tax, rng)
@@ -179,13 +183,18 @@ def _rollouts(
     out = []
     for group in range(prompts):
         terms = [int(x) for x in rng.integers(1, 10, 4)]
-        prompt = f"{' + '.join(map(str, terms))} = ?" + (f"\n{HOSTILE[group % len(HOSTILE)]}" if hostile else "")
+        prompt = f"{' + '.join(map(str, terms))} = ?" + ("\n" + "\n".join(HOSTILE) if hostile else "")
         rows = [_rollout(terms, skill, rng, hostile) for _ in range(group_size)]
         reward_G = np.array([row["reward"] for row in rows])
         spread = reward_G.std(ddof=1)
         for row, reward in zip(rows, reward_G):
-            row |= {"group": group, "prompt": prompt, "rollout": len(out), "answer": str(sum(terms))}
-            row |= {"prompt_id": HOSTILE[(group + 1) % len(HOSTILE)] if hostile else f"add-{step}-{group}"}
+            row |= {
+                "group": group,
+                "prompt": prompt,
+                "rollout": len(out),
+                "answer": " ".join(HOSTILE) if hostile else str(sum(terms)),
+            }
+            row |= {"prompt_id": " ".join(HOSTILE) if hostile else f"add-{step}-{group}"}
             row["advantage"] = 0.0 if spread == 0 else float((reward - reward_G.mean()) / (spread + 1e-6))
             out.append(row)
     return out
@@ -211,7 +220,7 @@ def _rollout(terms: list[int], skill: float, rng: np.random.Generator, hostile: 
         "logp": logp_T,
         "entropy": -logp_T * rng.uniform(0.5, 1.5, len(texts)),
         "weights": rng.uniform(0.8, 1.2, len(texts)),
-        "stop_reason": HOSTILE[0] if hostile else "stop",
+        "stop_reason": " ".join(HOSTILE) if hostile else "stop",
     }
 
 

@@ -110,8 +110,8 @@ def test_the_flips_on_the_page_are_those_of_the_tokens(page, run_dir):
 
 def test_the_plan_on_the_page_is_that_of_the_file(run_dir):
     found = content([open_run(run_dir)])
-    assert found.plan is not None
-    step, table = found.plan
+    assert found.details[0].plan is not None
+    step, table = found.details[0].plan
     rollouts = pd.read_parquet(run_dir / "rollouts" / f"step_{step:06d}.parquet")
     for row, part in zip(table.rows, json.loads((run_dir / "plan" / f"step_{step:06d}.json").read_text())["rows"]):
         assert row[1] == str(len(part))
@@ -124,7 +124,7 @@ def test_samples_are_coloured_by_credit(run_dir):
     found = content([open_run(run_dir)])
     table = pd.read_parquet(run_dir / "tokens" / "step_000004.parquet")
     limit = np.quantile(table["advantages"].abs(), 0.98)
-    for prompt in found.samples:
+    for prompt in found.details[0].samples:
         for sample in prompt.samples:
             rows = table[table["rollout"] == sample.rollout]
             assert [token.text.replace("⏎", "") for token in sample.tokens] == rows["text"].tolist()
@@ -140,9 +140,9 @@ def test_samples_under_uniform_credit_are_coloured_by_the_change(tmp_path):
         table["advantages"] = table["advantage"]
         table.to_parquet(file)
     found = content([open_run(path)])
-    assert {prompt.coloured_by for prompt in found.samples} == {"the change of their log-prob"}
+    assert {prompt.coloured_by for prompt in found.details[0].samples} == {"the change of their log-prob"}
     table = pd.read_parquet(path / "tokens" / "step_000004.parquet")
-    sample = found.samples[0].samples[0]
+    sample = found.details[0].samples[0].samples[0]
     rows, limit = table[table["rollout"] == sample.rollout], np.quantile(table["delta"].abs(), 0.98)
     assert [token.css[2] for token in sample.tokens if token.css != "d-0"] == [
         "p" if d > 0 else "n" for d in rows["delta"] if abs(d) > 1e-10 * limit
@@ -236,6 +236,25 @@ def test_compare_command(tmp_path):
     assert "⟨U+001B⟩[31mred" in shown
     assert "[bold red]markup[/bold red] :boom:" in shown
     assert "within noise" in shown or "better" in shown or "worse" in shown
+
+
+def test_errors_print_no_escapes_of_the_files(tmp_path, capsys, monkeypatch):
+    """The whole way through the program: labels and columns of somebody's files in one line on stderr."""
+    from counterpoise.cli import main
+
+    small = {"num_steps": 1, "prompts": 1, "group_size": 2, "ledger_every": 0, "eval_every": 1}
+    paths = [make_run(tmp_path / f"{k}", method=name, **small) for k, name in enumerate((HOSTILE[5], HOSTILE[6]))]
+    pd.DataFrame({HOSTILE[5]: [1], "prompt": ["x"]}).to_parquet(tmp_path / "c.parquet")
+    for args in (
+        ["compare", *map(str, paths), "--baseline", "nothing"],
+        ["import", "trl", str(tmp_path / "c.parquet"), "--out", str(tmp_path / "out")],
+    ):
+        monkeypatch.setattr("sys.argv", ["counterpoise", *args])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        shown = capsys.readouterr().err
+        assert stopped.value.code == 2 and "⟨U+001B⟩[31mred" in shown
+        assert not HIDDEN.search(shown.strip())
 
 
 def test_view_command_exports(run_dir, tmp_path):

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import browser_fixtures as shared
 from browser_fixtures import NEEDS_CHROMIUM, SETTINGS, settled
 from counterpoise.report.page import write_report
+from counterpoise.report.text import with_interval
 from make_run import HOSTILE, make_run
 
 browser, page, plain_run, hostile_run = shared.browser, shared.page, shared.plain_run, shared.hostile_run
 pytestmark = NEEDS_CHROMIUM
 
 
-def test_report_draws_every_chart_in_both_themes(page, plain_run):
-    path, found = write_report([plain_run])
+@pytest.fixture(scope="module")
+def report(plain_run):
+    return write_report([plain_run])
+
+
+def test_report_draws_every_chart_in_both_themes(page, report, plain_run):
+    path, found = report
     page.goto(path.as_uri())
     for name, cards in found.cards.items():
         page.locator(f"nav a[href='#{name}']").click()
@@ -22,7 +30,7 @@ def test_report_draws_every_chart_in_both_themes(page, plain_run):
             plot = page.locator(f"[data-figure='{card.chart.name}']")
             plot.scroll_into_view_if_needed()
             plot.locator("svg.main-svg").first.wait_for()
-    assert page.locator("section#samples .sample").count() == len(found.samples)
+    assert page.locator("section#samples .sample").count() == len(found.details[0].samples)
     rows = [json.loads(line) for line in (plain_run / "metrics.jsonl").read_text().splitlines()]
     drawn = page.evaluate("document.querySelector('[data-figure=reward]').calcdata.at(-1).map((point) => point.y)")
     assert drawn == [row["reward/mean"] for row in rows]
@@ -32,8 +40,8 @@ def test_report_draws_every_chart_in_both_themes(page, plain_run):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_report_prints_every_chart(page, plain_run):
-    path, found = write_report([plain_run])
+def test_report_prints_every_chart(page, report):
+    path, found = report
     page.goto(path.as_uri())
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -51,6 +59,11 @@ def test_comparison_page(page, plain_run, tmp_path):
     assert rows.count() == 2
     assert found.comparison is not None
     assert rows.nth(1).locator(".verdict").inner_text() == found.comparison.lines[1].verdict
+    for at, line in enumerate(found.comparison.lines):
+        assert with_interval(*line.final) in rows.nth(at).inner_text()
+        assert with_interval(*line.best) in page.locator("table.reach tbody tr").nth(at).inner_text()
+    assert page.locator("#samples .scale").count() == 2  # samples of both methods
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.locator("[data-figure='accuracy']").scroll_into_view_if_needed()
     page.locator("[data-figure='accuracy'] .main-svg").first.wait_for()
 

@@ -15,6 +15,9 @@ import pytest
 
 from counterpoise.report.folder import open_run, read_columns
 from counterpoise.report.page import content, render, write_report
+from counterpoise.report.steps import open_step
+from counterpoise.report.viewer_data import step_info
+from counterpoise.report.vocabulary import tokenizer_file
 from counterpoise.tables import load_run
 from make_run import make_run
 
@@ -42,7 +45,7 @@ def test_a_truncated_table_is_named_and_an_earlier_one_shown(run_dir):
     file.write_bytes(file.read_bytes()[:100])
     found = content([open_run(run_dir)])
     assert any("tokens/step_000002.parquet cannot be read" in problem for problem in found.problems)
-    assert found.tops[0] == 1
+    assert found.details[0].tops.step == 1
     assert "tokens/step_000002.parquet cannot be read" in render(found)
 
 
@@ -50,7 +53,10 @@ def test_missing_columns_leave_their_charts_out(run_dir):
     for file in (run_dir / "tokens").iterdir():
         pq.write_table(pq.read_table(file).drop_columns(["cancellation", "category", "predicted"]), file)
     found = content([open_run(run_dir)])
-    assert found.absent["ledger"] == ["Predicted against actual change", "Cancellation by sharedness"]
+    assert found.absent["ledger"] == [
+        "Predicted against actual change",
+        "Cancellation by sharedness (needs ledger.decompose in the recipe)",
+    ]
     assert found.absent["credit"] == ["Where the credit goes"]
     assert [card.chart.name for card in found.cards["credit"]] == ["weights", "credit"]
 
@@ -74,7 +80,7 @@ def test_a_schema_from_the_future_is_said_and_shown(run_dir):
     found = content([open_run(run_dir)])
     assert any("manifest.json has schema version 99" in problem for problem in found.problems)
     assert any("tokens/step_000002.parquet has schema version 99" in problem for problem in found.problems)
-    assert found.cards["ledger"] and found.tops[0] == 2
+    assert found.cards["ledger"] and found.details[0].tops.step == 2
 
 
 def test_a_line_cut_by_a_crash_is_no_problem_and_a_broken_one_is(run_dir):
@@ -99,18 +105,67 @@ def test_any_small_file_may_be_missing_or_broken(run_dir, name, text):
     assert found.cards["ledger"]
 
 
-def test_links_out_of_the_folder_are_not_followed(run_dir, tmp_path):
-    secret = tmp_path / "secret.parquet"
-    shutil.copy(run_dir / "tokens" / "step_000002.parquet", secret)
-    (run_dir / "tokens" / "step_000002.parquet").unlink()
-    (run_dir / "tokens" / "step_000002.parquet").symlink_to(secret)
-    (run_dir / "manifest.json").unlink()
-    (tmp_path / "secret.json").write_text('{"device": "secret"}')
-    (run_dir / "manifest.json").symlink_to(tmp_path / "secret.json")
+ODD = [None, True, 7, -1.5, 1e400, "text", [], [1, [2]], {"a": {"b": 1}}, "\ud800", 10**40]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[str(k) for k in range(len(ODD))])
+def test_small_files_may_hold_any_values(run_dir, odd):
+    keys = ("method", "task", "rollouts", "optimizer", "seed", "command", "versions", "commit", "schema_version", "imported_from")
+    (run_dir / "config.yaml").write_text(json.dumps(dict.fromkeys(keys, odd)))
+    (run_dir / "manifest.json").write_text(json.dumps({**dict.fromkeys(keys, odd), "schema_version": 1}))
+    for name in ("metrics.jsonl", "evals.jsonl", "timing.jsonl"):
+        rows = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        odd_rows = [{**dict.fromkeys(rows[-1], odd), "step": 3}, dict.fromkeys(rows[-1], odd)]
+        (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in [*rows, *odd_rows]))
+    (run_dir / "plan" / "step_000002.json").write_text(json.dumps({"rows": [[odd]]}))
+    found = content([open_run(run_dir)])
+    assert found.cards["ledger"] and found.cards["learning"]
+    render(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "manifest.json", "metrics.jsonl", "evals.jsonl", "timing.jsonl", "tokenizer.json"),
+        *("tokens/step_000002.parquet", "rollouts/step_000002.parquet", "plan/step_000002.json", "tokens", "rollouts", "plan"),
+    ],
+)
+def test_links_out_of_the_folder_are_not_followed(run_dir, tmp_path, monkeypatch, name):
+    """Every file that a reader opens is noted; none lies outside the run, whatever is a link there."""
+    (run_dir / "tokenizer.json").write_text("{}")
+    outside = tmp_path / "outside"
+    (run_dir / name).rename(outside)
+    (run_dir / name).symlink_to(outside)
+    opened = []
+    for owner, method in ((Path, "read_text"), (pq, "ParquetFile"), (pq, "read_schema")):
+        before = getattr(owner, method)
+        monkeypatch.setattr(
+            owner, method, lambda file, *a, before=before, **k: (opened.append(Path(file)), before(file, *a, **k))[1]
+        )
     run = open_run(run_dir)
-    assert run.steps("tokens") == [0, 1]
-    assert run.manifest == {}
-    assert run.table("tokens", 2) is None
+    content([run])
+    for step in run.steps("rollouts"):
+        step_info(open_step(run, step))
+    assert tokenizer_file(run) == (None if name == "tokenizer.json" else run_dir / "tokenizer.json")
+    of_run = [file for file in opened if tmp_path in file.parents]
+    assert len(of_run) > 5 and not [file for file in of_run if not file.resolve().is_relative_to(run_dir)]
+
+
+def test_a_report_folder_that_is_a_link_is_not_written_to(run_dir, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run_dir / "report").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="leads elsewhere"):
+        write_report([run_dir])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_the_notebook_door_opens_with_polars(whole):
+    polars = pytest.importorskip("polars")
+    run = load_run(whole, engine="polars")
+    assert isinstance(run.tokens(1), polars.DataFrame)
+    assert run.tokens(1)["delta"].to_list() == pd.read_parquet(whole / "tokens" / "step_000001.parquet")["delta"].tolist()
+    assert run.rollouts(0)["text"].to_list() == load_run(whole).rollouts(0)["text"].tolist()
+    assert run.metrics["reward/mean"].to_list() == load_run(whole).metrics["reward/mean"].tolist()
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
@@ -128,7 +183,7 @@ def test_a_run_without_a_ledger_says_so(run_dir):
     found = content([open_run(run_dir)])
     assert not found.cards["ledger"] and not found.cards["credit"]
     assert "set ledger.every in the recipe" in render(found)
-    assert found.samples[0].samples[0].tokens[0].text.startswith("Let us add")
+    assert found.details[0].samples[0].samples[0].tokens[0].text.startswith("Let us add")
 
 
 def test_row_groups_that_cannot_match_are_not_read(tmp_path):
@@ -163,7 +218,7 @@ def test_the_page_lies_in_the_run_or_beside_several(whole, run_dir):
 def test_a_step_that_is_not_there_is_named(whole):
     with pytest.raises(ValueError, match=r"no run has tokens or rollouts of step 7. Steps with tokens: \[0, 1, 2\]"):
         content([open_run(whole)], step=7)
-    assert content([open_run(whole)], step=1).tops[0] == 1
+    assert content([open_run(whole)], step=1).details[0].tops.step == 1
 
 
 def test_report_modules_import_without_torch():

@@ -161,7 +161,7 @@ def scene():
     """A policy with one rollout batch that has both signs."""
     config = parse_config({**SMALL, "rollouts": {"prompts": 6, "group_size": 4, "max_new_tokens": 80}})
     policy = load_model("bundled", dtype=torch.float32, device="cpu")
-    collected = collect(policy, task(name="arithmetic"), config, 0, 0)
+    collected = collect(policy, task(name="arithmetic"), cp.method("dapo"), config, 0, 0)
     assert 0 < collected.batch.reward_N.mean() < 1
     return config, policy, collected
 
@@ -277,7 +277,7 @@ def test_corrections_join_their_groups(tmp_path):
         )
     )
     policy, arithmetic = load_model("bundled", dtype=torch.float32, device="cpu"), task(name="arithmetic")
-    before = collect(policy, arithmetic, config, 0, 0)
+    before = collect(policy, arithmetic, cp.method("ibpo"), config, 0, 0)
     after = corrected(policy, arithmetic, config, 0, before)
     n = before.batch.num_rollouts
     added = after.batch.select(torch.arange(n, after.batch.num_rollouts))

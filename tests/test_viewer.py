@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
@@ -206,6 +208,32 @@ def test_a_broken_table_is_told_and_other_steps_are_shown(run_dir, tmp_path):
     assert client.get("/api/steps/1").status_code == 200
 
 
+def test_a_link_out_of_the_run_is_not_served(run_dir, tmp_path):
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    for folder in ("tokens", "rollouts"):
+        (copy / folder / "step_000000.parquet").rename(tmp_path / f"{folder}.parquet")
+        (copy / folder / "step_000000.parquet").symlink_to(tmp_path / f"{folder}.parquet")
+    client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
+    assert [step["step"] for step in client.get("/api/run").json()["steps"]] == [1]
+    assert client.get("/api/steps/0").status_code == 404
+
+
+def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_shown(run_dir, tmp_path):
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    file = copy / "tokens" / "step_000000.parquet"
+    table = pq.read_table(file)
+    kept = ["group", "rollout", "position", "token_ids", "advantages"]
+    future = table.select(kept).append_column("thoughts", pa.array([[0.5]] * table.num_rows))
+    pq.write_table(future.replace_schema_metadata({b"counterpoise_schema": b"99"}), file)
+    client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
+    found = client.get("/api/steps/0").json()
+    assert any("schema version 99" in problem for problem in found["problems"])
+    assert {column["name"] for column in found["columns"]} == {"position", "token_ids", "advantages"}
+    got = np.frombuffer(client.get("/api/steps/0/prompts/0/columns/advantages").content, "<f8")
+    whole = table.to_pandas().sort_values(["group", "rollout", "position"])
+    np.testing.assert_array_equal(got, whole["advantages"][whole["group"] == 0])
+
+
 def test_a_table_without_order_falls_back_to_the_rollouts(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     file = copy / "tokens" / "step_000000.parquet"
@@ -225,6 +253,7 @@ def test_an_export_holds_the_numbers_and_runs_only_its_own_script(run_dir, tmp_p
     data = re.search(r'<script type="application/json" id="embedded">(.*?)</script>', page, re.DOTALL)
     assert script is not None and data is not None
     assert digest(script[1]) in page and "unsafe" not in page.partition("<body>")[0]
+    assert "require-trusted-types-for 'script'" in page.partition("<body>")[0]
     assert "<" not in data[1]
     embedded = json.loads(data[1])
     assert [group["group"] for group in embedded["steps"]["0"]["info"]["groups"]] == [0, 1]
@@ -267,5 +296,9 @@ def test_the_command_serves_and_stops(run_dir):
     assert address.startswith("http://127.0.0.1:")
     with urllib.request.urlopen(f"{address}api/run", timeout=120) as answer:
         assert json.load(answer)["name"] == "run"
+    port = int(address.rstrip("/").rpartition(":")[2])
+    for other in ("127.0.0.2", "::1"):  # loopback, and of it this one address
+        with pytest.raises(OSError), socket.create_connection((other, port), timeout=5):
+            pass
     process.send_signal(signal.SIGINT)
     process.wait(timeout=120)

@@ -5,34 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import uvicorn
 
 import browser_fixtures as shared
-from browser_fixtures import NEEDS_CHROMIUM, PATIENCE_MS, settled
+from browser_fixtures import NEEDS_CHROMIUM, PATIENCE_MS, as_shown, inspected, opened, served, settled
 from counterpoise.report.export import write_export
 from counterpoise.report.folder import open_run
-from counterpoise.report.server import app, free_socket
 from make_run import HOSTILE
 
 browser, page, plain_run, hostile_run = shared.browser, shared.page, shared.plain_run, shared.hostile_run
 pytestmark = NEEDS_CHROMIUM
-
-
-def served(path):
-    bound = free_socket()
-    port = bound.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app(path, port), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +36,6 @@ def table(plain_run):
     return pd.read_parquet(plain_run / "tokens" / "step_000002.parquet").sort_values(["group", "rollout", "position"])
 
 
-def opened(page, address, fragment=""):
-    page.goto(address + fragment)
-    page.wait_for_selector(".t[data-i]")
-    return page
-
-
-def inspected(page):
-    """Numbers on the inspector, by their label."""
-    page.wait_for_selector("#inspector .numbers")
-    pairs = page.locator("#inspector .numbers > *").all_inner_texts()
-    return dict(zip(pairs[::2], pairs[1::2]))
-
-
-def as_shown(value):
-    """A number as the page writes it."""
-    if isinstance(value, (bool, np.bool_)):
-        return "yes" if value else "no"
-    if float(value) == int(value):
-        return f"{int(value):,}"
-    size = abs(value)
-    if size < 1e-3 or size >= 1e6:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa}e{int(exponent):+d}"
-    return f"{value:.{3 - int(np.floor(np.log10(size)))}f}"
-
-
 def test_viewer_shows_the_files_numbers(page, address, table):
     opened(page, address, "#step=2&prompt=1")
     rows = table[table["group"] == 1].reset_index(drop=True)
@@ -91,7 +51,7 @@ def test_viewer_shows_the_files_numbers(page, address, table):
         assert found[label] == as_shown(want[column]), label
     assert found["flip"] == as_shown(bool(want["is_flip"]))
     assert found["category"] == want["category"]
-    assert found["part: sign positive"] == as_shown(want["part_sign_positive"])
+    assert found["sign: positive"] == as_shown(want["part_sign_positive"])
 
 
 def test_viewer_colours_by_every_column(page, address, table):
@@ -216,14 +176,64 @@ def test_viewer_deep_link(page, address, table):
 def test_aligned_rows_put_equal_prefixes_in_equal_columns(page, address, table):
     opened(page, address, "#step=2&prompt=0&layout=aligned")
     rows = table[table["group"] == 0].reset_index(drop=True)
-    left = dict(
-        page.locator(".cells .t").evaluate_all("tokens => tokens.map(t => [Number(t.dataset.i), t.getBoundingClientRect().left])")
-    )
+    script = "tokens => tokens.map(t => [Number(t.dataset.i), [t.getBoundingClientRect().left, t.getBoundingClientRect().top]])"
+    place = dict(page.locator(".cells .t").evaluate_all(script))
     start = rows.index[rows["position"] == 0]
     for position in range(5):  # "Let us add:\n" in every rollout
-        assert len({round(left[at + position], 1) for at in start}) == 1
-    by_row = [[left[i] for i in range(a, b) if i in left] for a, b in zip(start, [*start[1:], len(rows)])]
-    assert all(row == sorted(row) for row in by_row)
+        assert len({round(place[at + position][0], 1) for at in start}) == 1
+    for a, b in zip(start, [*start[1:], len(rows)]):
+        seen = [place[i] for i in range(a, b) if i in place]
+        # read like a text: from left to right, then a band further down
+        assert seen == sorted(seen, key=lambda spot: (spot[1], spot[0]))
+    assert page.evaluate("document.getElementById('pane').scrollWidth <= document.getElementById('pane').clientWidth")
+
+
+def test_bands_hold_every_column_once(page, address):
+    opened(page, address)
+    script = """async ([widths, room]) => {
+        const { banded } = await import('/assets/layout.js');
+        return banded(widths, 3, room ?? Infinity);
+    }"""
+    rng = np.random.default_rng(0)
+    for room in (40, 100, None):
+        widths = rng.integers(5, 60, 50).tolist()
+        found = page.evaluate(script, [widths, room])
+        assert found["starts"][0] == 0 and found["starts"][-1] == 50
+        for first, end in itertools.pairwise(found["starts"]):
+            assert found["lefts"][first] == 0
+            assert [found["bandOf"][c] for c in range(first, end)] == [found["starts"].index(first)] * (end - first)
+            for c in range(first + 1, end):
+                assert found["lefts"][c] == found["lefts"][c - 1] + widths[c - 1] + 3
+                assert room is None or found["lefts"][c] + widths[c] <= room
+        assert room is not None or len(found["starts"]) == 2
+
+
+def test_the_token_stays_while_the_page_moves_under_a_resting_pointer(page, address):
+    opened(page, address, "#step=2&prompt=0")
+    page.locator(".t[data-i='2']").click()
+    page.wait_for_selector(".twins.list")
+    for key in ("a", "a"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(150)
+    assert "position 2" in page.locator("#inspector .token").inner_text()
+    page.locator(".t[data-i='9']").hover()
+    settled(page, "document.querySelector('#inspector .token').innerText.includes('position 9')")
+    page.locator("#run-name").hover()
+    settled(page, "document.querySelector('#inspector .token').innerText.includes('position 2')")
+    assert page.locator(".twins.list").count() == 1
+
+
+def test_viewer_on_a_narrow_screen(page, address):
+    page.set_viewport_size({"width": 390, "height": 844})
+    opened(page, address, "#step=2&prompt=0")
+    page.locator(".t[data-i='1']").click()
+    page.wait_for_selector(".twins.list")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    boxes = [side.bounding_box() for side in page.locator(".side").all()]
+    assert len({box["x"] for box in boxes if box}) == 1  # positive above negative
+    for area in ("#pane", "#inspector", ".prompts"):
+        box = page.locator(area).bounding_box()
+        assert box is not None and box["width"] > 300 and box["height"] > 60, area
 
 
 def test_alignment_keeps_a_longest_common_subsequence(page, address):
@@ -256,6 +266,8 @@ def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
     for colour in ("category", "delta"):
         page.locator("#colour").select_option(colour)
         settled(page, f"location.hash.includes('colour={colour}')")
+    page.locator("#colour").select_option(f"part_sign_{HOSTILE[0]}")
+    settled(page, "location.hash.includes('colour=part_sign_')")
     for text in (HOSTILE[0], HOSTILE[1], HOSTILE[3]):
         page.locator(".line .t", has_text=text).first.click()
         settled(page, f"document.querySelector('#inspector .token code')?.textContent.includes({json.dumps(text)})")
@@ -265,6 +277,11 @@ def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
         page.locator("#prompt-list button").nth(group).click()
         settled(page, f"location.hash.includes('prompt={group}')")
     assert page.locator("script").count() == 1 and page.locator("img, iframe, object, embed").count() == 0
+    # names of columns and every text of the prompt are shown as text
+    assert HOSTILE[1] in page.locator("#inspector").inner_text()
+    assert f"sign: {HOSTILE[0]}" in page.locator("#colour option").all_inner_texts()
+    for hostile in HOSTILE[:5]:
+        assert hostile in page.locator("#prompt-text").inner_text() and hostile in page.locator("#prompt-about").inner_text()
 
 
 def test_a_broken_step_is_told_on_the_page(browser, plain_run, tmp_path):

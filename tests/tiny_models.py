@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -39,6 +41,7 @@ def tiny(name="llama", seed=0, dtype=torch.float32, **changes):
     torch.manual_seed(seed)
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | changes)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES | changes)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"head_dim": 4} | changes)),
         "gemma2": lambda: Gemma2ForCausalLM(
             Gemma2Config(**SIZES | {"head_dim": 4, "sliding_window": 6, "final_logit_softcapping": 2.0} | changes)

@@ -68,12 +68,12 @@ class Run:
         steps = self.steps(folder)
         if step is not None and step not in steps:
             raise ValueError(
-                f"{self.folder.name}: no {folder} of step {step}. There are: {steps[:20]}{' ...' if len(steps) > 20 else ''}"
+                f"{self.folder.name!r}: no {folder} of step {step}. There are: {steps[:20]}{' ...' if len(steps) > 20 else ''}"
             )
         tables = [self.folder.table(folder, at, columns) for at in (steps if step is None else [step])]
         found = [table for table in tables if table is not None]
         if not found:
-            raise ValueError(f"{self.folder.name}: no readable {folder} tables. {' '.join(self.problems)}")
+            raise ValueError(f"{self.folder.name!r}: no readable {folder} tables. {' '.join(self.problems)}")
         return self._from_arrow(pa.concat_tables(found, promote_options="permissive"))
 
     def _from_pandas(self, frame: pd.DataFrame) -> Any:

@@ -77,3 +77,30 @@ def test_the_rollout_table(tmp_path):
     assert [ids.tolist() for ids in table["token_ids"]] == told["completion_ids"]
     for row in table.itertuples():
         assert row.advantages.tolist() == pytest.approx([row.advantage] * len(row.token_ids))
+
+
+def test_trls_own_shuffle_is_audited(tmp_path):
+    """Without a plan of ours: what TRL's shuffle did is written down and logged. The rows are those that were trained on."""
+    trainer = trl_tiny.ours(tmp_path, args=SGD | {"method": "uniform"})
+    trainer.train()
+    plan = open_run(tmp_path / "counterpoise").plan(0)
+    micros = [sorted(micro["cp_row"].tolist()) for micro in trainer._buffered_inputs]
+    assert plan["rows"] == [sorted(micros[k] + micros[k + 1]) for k in range(0, 8, 2)]
+    assert plan["plan"] == {"name": "random_rows"}
+    (row,) = [row for row in trainer.state.log_history if "plan/pairs_kept" in row]
+    assert 0 < row["plan/pairs_kept"] < 0.6
+    assert row["plan/prompts_split_frac"] > 0.5
+
+
+def test_tensorboard_shows_the_numbers(tmp_path, monkeypatch):
+    """By TRL's own reporting; W&B and trackio get the same rows."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    args = {"method": "delta", "plan": "query_preserved", "report_to": ["tensorboard"]}
+    trainer = trl_tiny.ours(tmp_path, args=SGD | args)
+    trainer.train()
+    (file,) = (tmp_path / "events").rglob("events.out.*")
+    events = event_accumulator.EventAccumulator(str(file)).Reload()
+    for name in ("ledger/flip/all", "credit/delta/mass_ratio", "plan/pairs_kept"):
+        (expected,) = [row[name] for row in trainer.state.log_history if name in row]
+        assert [event.value for event in events.Scalars(f"train/{name}")] == pytest.approx([expected])

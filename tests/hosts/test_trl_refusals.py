@@ -103,6 +103,21 @@ def test_a_model_without_a_backbone(tmp_path):
         trl_tiny.ours(tmp_path, args={"method": "delta"}, model=model)
 
 
+def test_a_head_that_is_more_than_a_weight(tmp_path):
+    """DelTA's proxies that read the head, on a model that does something more to its logits."""
+
+    class Shifted(type(trl_tiny.tiny_model())):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits + torch.arange(out.logits.shape[-1])
+            return out
+
+    model = trl_tiny.tiny_model()
+    model.__class__ = Shifted
+    with pytest.raises(ValueError, match="Shifted: its logits are not head weight x last hidden state.*proxy 'row'"):
+        trl_tiny.ours(tmp_path, args={"method": "delta", "method_axes": {"credit": {"proxy": "topk"}}}, model=model)
+
+
 def test_a_plain_config(tmp_path):
     with pytest.raises(ValueError, match="args must be a CreditGRPOConfig, got GRPOConfig"):
         trl_tiny._trainer(trl_tiny.CreditGRPOTrainer, trl_tiny.GRPOConfig(output_dir=str(tmp_path), **trl_tiny.SMALL), 0, {})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
@@ -16,19 +17,18 @@ import counterpoise as cp
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl_checks import check_config, mode_of
 from counterpoise.hosts.verl_methods import agg_mode, loss_trouble, setup, trainer_trouble
+from hosts_verl.page import PAGE, overrides
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
-PAGE = (Path(__file__).parents[2] / "docs" / "hosts" / "verl.md").read_text()
 
 
-def composed(*more):
+def composed(**changed):
     from hydra import compose, initialize_config_module
 
-    command = re.search(r"python3 -m verl.trainer.main_ppo \\\n(.*?)```", PAGE, re.DOTALL)
-    assert command is not None
+    lines = [f"{key}={value}" for key, value in (overrides() | changed).items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*shlex.split(command[1].replace("\\\n", " ")), *more])
+        return compose("ppo_trainer", overrides=lines)
 
 
 def test_the_command_line_is_accepted_by_verl_and_by_us():
@@ -36,13 +36,62 @@ def test_the_command_line_is_accepted_by_verl_and_by_us():
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import validate_config
 
-    made = composed("+algorithm.counterpoise.credit=[{name:top_entropy,fraction:0.2}]")
+    made = composed(**{"+algorithm.counterpoise.credit": "[{name:top_entropy,fraction:0.2}]"})
     validate_config(made, use_reference_policy=need_reference_policy(made), use_critic=need_critic(made))
     assert get_trainer_cls(made.trainer.v1.trainer_mode).__name__ == "CreditSync"
     credit, plan = check_config(made, mode_of(made.trainer.v1.trainer_mode))
     assert credit is not None and plan is not None
     assert credit.method.describe()["credit"] == [{"name": "top_entropy", "fraction": 0.2}]
     assert plan.method.describe()["plan"] == {"name": "query_preserved"}
+
+
+def test_a_key_that_verl_does_not_have_is_an_error():
+    from hydra.errors import ConfigCompositionException
+
+    with pytest.raises(ConfigCompositionException, match="ppo_minibatch_size"):
+        composed(**{"actor_rollout_ref.actor.ppo_minibatch_size": "64"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"actor_rollout_ref.rollout.n": "1"}, "counterpoise/ktae with actor_rollout_ref.rollout.n=1: group_zscore compares"),
+        (
+            {"model_engine": "megatron", "actor_rollout_ref.actor.megatron.dynamic_context_parallel": "True"},
+            "actor.megatron.dynamic_context_parallel=True",
+        ),
+        (
+            {"model_engine": "torchtitan", "actor_rollout_ref.actor.torchtitan.context_parallel_size": "2"},
+            "actor.torchtitan.context_parallel_size=2",
+        ),
+        ({"actor_rollout_ref.actor.shuffle": "True"}, "actor.shuffle=True"),
+        ({"algorithm.rollout_correction.bypass_mode": "True", "algorithm.adv_estimator": "counterpoise/fade"}, "bypass_mode=True"),
+    ],
+)
+def test_settings_that_are_refused_are_settings_of_verl(changed, line):
+    with pytest.raises(ValueError, match=line):
+        check_config(composed(**changed), "sync")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "2"},
+        {"model_engine": "megatron", "actor_rollout_ref.actor.megatron.context_parallel_size": "2"},
+        {"model_engine": "torchtitan"},
+        {"actor_rollout_ref.rollout.n": "1", "algorithm.adv_estimator": "counterpoise/reinforce_pp"},
+    ],
+)
+def test_settings_that_are_accepted(changed):
+    assert check_config(composed(**changed), "sync")[1] is not None
+
+
+def test_the_pages_python_runs():
+    """In a fresh process, where verl has loaded the plug-in by itself."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
 def test_the_table_is_what_the_code_does():

@@ -179,6 +179,14 @@ def test_a_loss_that_verl_cannot_run_says_why(name, line):
         run(f"counterpoise/{name}", logp_NT, rows)
 
 
+def test_a_rank_that_sees_parts_of_sequences_is_refused():
+    from counterpoise.hosts.verl_losses import policy_loss
+
+    one, parts = torch.ones(1, 1), {"strategy": "torchtitan", "torchtitan": {"context_parallel_size": 2}}
+    with pytest.raises(ValueError, match="actor.torchtitan.context_parallel_size=2"):
+        policy_loss("dapo")(-one, -one, one, one, config=parts)
+
+
 def test_every_method_either_trains_or_says_why():
     logp_NT, rows = random_rows(seed=6, spread=0.3)
     refused = set()

@@ -17,6 +17,21 @@ from counterpoise.hosts import verl as host
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 
+# counterpoise is not imported here: verl has to find it by the metadata of the installed package
+REAL = """
+import json, sys
+from importlib.metadata import entry_points
+import verl
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+ours = [sorted(name for name in table if name.startswith("counterpoise/")) for table in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, TRAINER_REGISTRY)]
+print(json.dumps({
+    "points": [(point.dist.name, point.value) for point in entry_points(group="verl.plugins", name="counterpoise")],
+    "ours": ours,
+    "trainer": [cls.__name__ for cls in get_trainer_cls("counterpoise/sync").__mro__[:3]],
+}))
+"""
 LOOK = "import json; from counterpoise.hosts.verl import registered; print(json.dumps(registered()._asdict()))"
 
 
@@ -41,6 +56,17 @@ def look(tmp_path):
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     return run
+
+
+def test_verl_finds_the_installed_package_by_itself():
+    """A process that imports verl alone, with nothing on PYTHONPATH: the names are in verl's own registries."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VERL_USE_EXTERNAL_PLUGINS")}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], env=environment, capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    names = sorted(f"counterpoise/{name}" for name in cp.methods())
+    assert ["counterpoise", "counterpoise.hosts.verl_plugin"] in seen["points"]
+    assert seen["ours"] == [names, names, ["counterpoise/colocate_async", "counterpoise/separate_async", "counterpoise/sync"]]
+    assert seen["trainer"] == ["CreditSync", "CreditMixin", "PPOTrainerSync"]
 
 
 def test_importing_verl_registers_everything(look):
@@ -93,10 +119,24 @@ def test_a_process_that_loaded_verl_before_counterpoise_was_there(unloaded):
     assert "Run the check in a fresh process" in host.registered().problems[0]
 
 
-def test_without_verl(monkeypatch):
-    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
-    seen = host.registered()
-    assert seen.version is None and "verl is not installed" in seen.problems[0]
+MISSING = """
+import sys
+sys.modules["verl"] = None
+from counterpoise.hosts.verl import register, registered
+print(registered().problems)
+for step in (register, lambda: __import__("counterpoise.hosts.verl_trainer")):
+    try:
+        step()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_without_verl():
+    """One line, whichever module is asked first."""
+    line = "verl is not installed. pip install 'counterpoise[verl]' (verl 0.9.1) in an environment of its own."
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MISSING], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str([line]), line, line]
 
 
 def test_another_version_of_verl_is_refused(monkeypatch):

@@ -214,6 +214,20 @@ def test_several_trajectories_a_session_are_refused(queue_of):
         ({"counterpoise": {"plan": "query_preserved"}, "actor_rollout_ref__actor__shuffle": True}, "actor.shuffle=True"),
         ({"counterpoise": {"plan": {"name": "reward_balanced", "mode": "per_query"}}}, "Use mode 'groups'"),
         ({"counterpoise": {"plan": "query_preserve"}}, "Did you mean 'query_preserved'"),
+        (
+            {
+                "actor_rollout_ref__actor__strategy": "torchtitan",
+                "actor_rollout_ref__actor__torchtitan": {"context_parallel_size": 2},
+            },
+            "actor.torchtitan.context_parallel_size=2: each rank sees a part of every sequence.*Set it to 1",
+        ),
+        (
+            {
+                "actor_rollout_ref__actor__strategy": "megatron",
+                "actor_rollout_ref__actor__megatron": {"dynamic_context_parallel": True},
+            },
+            "actor.megatron.dynamic_context_parallel=True.*Set it to False",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_any_worker_starts(made, line):

@@ -43,36 +43,55 @@ def compare(
         return
     from rich.console import Console
 
-    Console().print(_table(found))
+    for table in _tables(found):
+        Console().print(table)
+        print()
     for note in found.notes:
         print(visible(note))
     if path:
         print(f"Open {visible(path)}")
 
 
-def _table(found: Comparison) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _tables(found: Comparison) -> list[Table]:
+    """How good, then how soon: each fits a terminal of 80 columns."""
+    from counterpoise.report.text import number, with_interval
 
-    from counterpoise.report.text import number, visible, with_interval
-
-    at = number(found.threshold)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    columns = {"method": "left", "seeds": "right", "final": "right", "best": "right", "difference": "right", "verdict": "left"}
-    for name, side in {**columns, f"batches to {at}": "right", f"tokens to {at}": "right"}.items():
-        table.add_column(name, justify=side)  # pyright: ignore[reportArgumentType]
-    for line in found.lines:
-        reach = "" if line.reach.reached == line.reach.total else f" ({line.reach.reached} of {line.reach.total})"
-        cells = [
+    good = [
+        [
             line.label,
             str(line.seeds),
             with_interval(*line.final),
-            number(line.best.mean),
             with_interval(*line.against.difference) if line.against else "–",
             line.verdict,
-            number(line.reach.steps.mean) + reach,
-            number(line.reach.tokens.mean),
         ]
+        for line in found.lines
+    ]
+    soon = [
+        [
+            line.label,
+            number(line.best.mean),
+            f"{line.reach.reached} of {line.reach.total}",
+            with_interval(*line.reach.steps),
+            with_interval(*line.reach.tokens),
+        ]
+        for line in found.lines
+    ]
+    return [
+        _table(["method", "seeds", "final", f"against {found.baseline}", "verdict"], good),
+        _table(["method", "best", f"reached {number(found.threshold)}", "after batches", "after tokens"], soon),
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from counterpoise.report.text import visible
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for at, name in enumerate(head):
+        table.add_column(Text(visible(name)), justify="left" if at == 0 or name == "verdict" else "right", overflow="fold")
+    for row in rows:
         # Text, not str: a label is somebody's config and may hold markup or escapes
-        table.add_row(*(Text(visible(cell)) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     return table

@@ -32,6 +32,7 @@ def doctor(
     machine = machine_facts()
     found = {name: check_host(name) for name in ([host] if host else HOSTS)}
     is_broken = any(not check.is_ok for checks in found.values() for check in checks or [])
+    is_broken |= host is not None and found[host] is None
     if json_:
         hosts = {name: None if checks is None else [check._asdict() for check in checks] for name, checks in found.items()}
         print(json.dumps({"machine": machine, "hosts": hosts}, indent=1))

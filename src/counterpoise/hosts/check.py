@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 TESTED_TRL = "1.16.0"
 FIX = f"pip install 'trl=={TESTED_TRL}' (the version that counterpoise was tested with), and report the version you have"
+FIX_VERSION = f"pip install 'trl=={TESTED_TRL}'"
+FIX_VERL = "pip install 'verl==0.9.1' (the version that counterpoise was tested with), and report the version you have"
 
 # what we call or override, with the leading parameters that we rely on
 TRL_SIGNATURES = {
@@ -51,7 +53,7 @@ def check_trl() -> list[Check]:
     """
     if not is_installed("trl"):
         return [Check("trl", False, "not installed", "pip install 'counterpoise[trl]'")]
-    checks = [_attempt("trl version", _version)]
+    checks = [_attempt("trl version", _version, FIX_VERSION)]
     if checks[0].is_ok:
         checks += [_attempt("trl signatures", _signatures)]
         checks += _training()
@@ -74,17 +76,17 @@ def check_verl() -> list[Check]:
         verl.check_verl()
         return "the gradient of verl's loss is the credit"
 
-    return [registered, _attempt("verl loss", proved)]
+    return [registered, _attempt("verl loss", proved, FIX_VERL)]
 
 
-def _attempt(name: str, look: Callable[[], str]) -> Check:
-    """``look`` returns what it found; an error is a failed check with the message, and its own fix if it is ours (ValueError)."""
+def _attempt(name: str, look: Callable[[], str], fix: str = FIX) -> Check:
+    """``look`` returns what it found; an error is a failed check with the message."""
     try:
         return Check(name, True, look())
     except ValueError as error:
-        return Check(name, False, str(error), FIX)
+        return Check(name, False, str(error), fix)
     except Exception as error:
-        return Check(name, False, repr(error), FIX)
+        return Check(name, False, repr(error), fix)
 
 
 def _version() -> str:

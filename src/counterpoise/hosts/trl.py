@@ -30,7 +30,7 @@ from counterpoise.hosts.trl_config import CreditGRPOConfig
 from counterpoise.hosts.trl_ledger import Ledger
 from counterpoise.hosts.trl_loss import own_loss, prepare_step
 from counterpoise.hosts.trl_scoring import REWARDS, SCORE, recorded, scored
-from counterpoise.hosts.trl_split import StepRows, micro_batches, num_steps, planned
+from counterpoise.hosts.trl_split import StepRows, micro_batches, num_steps, planned, trls_plan
 from counterpoise.hosts.trl_state import CreditState, credit_state
 from counterpoise.types import Plan, TokenBatch
 
@@ -120,17 +120,19 @@ class CreditMixin(Host):
         columns = gathered(self, output)
         batch, credit = whole_batch(self, columns)
         if made.has_own_plan:
-            self.credit_plan = made.method.plan(batch, num_steps(self), seed=self.args.seed, step=generation)
-            _check_room(self.credit_plan, batch)
+            plan = self.credit_plan = made.method.plan(batch, num_steps(self), seed=self.args.seed, step=generation)
+            _check_room(plan, batch)
             shape = (self.accelerator.num_processes, self.args.gradient_accumulation_steps)
-            self._credit_steps = planned(made, batch, credit, self.credit_plan, *shape)
+            self._credit_steps = planned(made, batch, credit, plan, *shape)
             self._buffered_inputs = micro_batches(self, columns, self._credit_steps)
-            self._credit_metrics |= _plan_numbers(self.credit_plan, batch)
-            _log(self, _plan_numbers(self.credit_plan, batch))
+        else:
+            plan = trls_plan(self, batch, generation)
+        numbers = _plan_numbers(plan, batch) if plan is not None else {}
+        _log(self, numbers)
         if is_due:
-            self.credit_ledger.open(generation, batch, credit, columns, self._credit_metrics)
-            if made.has_own_plan and self.credit_plan is not None:
-                self.credit_ledger.write_plan(generation, self.credit_plan)
+            self.credit_ledger.open(generation, batch, credit, columns, self._credit_metrics | numbers)
+            if plan is not None:
+                self.credit_ledger.write_plan(generation, plan)
 
 
 class CreditGRPOTrainer(CreditMixin, GRPOTrainer):

@@ -16,7 +16,7 @@ from counterpoise.build import bound
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import Scored, score_again
 from counterpoise.numerics import LOCAL, Reduce, over_ranks
-from counterpoise.numerics_head import head_scores
+from counterpoise.numerics_head import Head, head_scores
 from counterpoise.types import Credit, TokenBatch
 
 TOPK = {"topk_ids_NTK", "topk_logp_NTK"}
@@ -123,16 +123,27 @@ def whole_batch(trainer: Any, columns: dict[str, Any]) -> tuple[TokenBatch, Cred
     return batch, Credit(columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {})
 
 
-def head_columns(trainer: Any, made: Setup, ids_NT: Tensor, mask_NT: Tensor, found: Scored | None) -> dict[str, Tensor]:
-    """The LM head's weight, and the K best candidates of each token from the hidden states."""
+def head_of(trainer: Any) -> Head:
+    """The LM head; an error where the logits are not its weight x the last hidden state.
+
+    Whether they are is measured once a model, at the trainer's construction: later accelerate runs the model in mixed precision.
+    """
     from counterpoise.rollouts.backbone import backbone
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    head = backbone(model.get_base_model() if hasattr(model, "get_base_model") else model).head
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = backbone(model).head
     if head is None:
         raise ValueError(
-            f"{type(model).__name__}: its logits are not head weight x last hidden state; DelTA's proxy must be 'row' there."
+            f"{type(model).__name__}: its logits are not head weight x last hidden state, which the method reads. "
+            "Use DelTA's proxy 'row', which needs the hidden states alone."
         )
+    return head
+
+
+def head_columns(trainer: Any, made: Setup, ids_NT: Tensor, mask_NT: Tensor, found: Scored | None) -> dict[str, Tensor]:
+    """The LM head's weight, and the K best candidates of each token from the hidden states."""
+    head = head_of(trainer)
     columns = {"head_VD": head.weight_VD.detach()}
     if made.method.needs & TOPK:
         assert found is not None
@@ -168,7 +179,8 @@ def wanted(made: Setup, more: bool) -> tuple[bool, bool]:
 
 def _logp(output: dict[str, Any], found: Scored | None, width: int) -> Tensor:
     """Log-probs of the sampling policy: as the trainer scores it, else as the sampler told, else (nothing reads them) 0."""
-    for value in (output.get("old_per_token_logps"), found and found.logp_NT, output.get("sampling_per_token_logps")):
+    told = output["sampling_per_token_logps"] if _is_complete(output) else None
+    for value in (output.get("old_per_token_logps"), found and found.logp_NT, told):
         if value is not None:
             return value.detach()[:, :width].float()
     return torch.zeros_like(output["completion_mask"], dtype=torch.float32)

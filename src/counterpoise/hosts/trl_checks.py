@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from counterpoise.hosts.trl_batch import TOPK
+from counterpoise.hosts.trl_batch import TOPK, head_of
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import backbone_of
 from counterpoise.hosts.trl_split import num_steps
@@ -32,8 +32,14 @@ def check_trainer(trainer: Any, made: Setup) -> None:
         _check_windows(trainer, made)
     if made.method.needs & (TOPK | {"hidden_NTD"}):
         backbone_of(trainer)
-    if made.method.needs & (TOPK | {"head_VD"}) and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    if made.method.needs & (TOPK | {"head_VD"}):
+        _check_head(trainer)
+
+
+def _check_head(trainer: Any) -> None:
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError("the method reads the LM head's weight, which FSDP and DeepSpeed shard. Use DelTA's proxy 'row', or DDP.")
+    head_of(trainer)
 
 
 def _check_groups(trainer: Any) -> None:

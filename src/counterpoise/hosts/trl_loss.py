@@ -29,17 +29,23 @@ def own_loss(
         rest = trl_loss(model, without)
     logp_NT = results[-1][0]
     rows = micro_rows(inputs, logp_NT)
-    loss = made.method.loss(logp_NT, rows)
+    loss = corrected(made.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
     total = (loss.loss_NT * rows.scale_NT).sum() * trainer.accelerator.num_processes
     _log(trainer, rows, loss)
     return rest + total.to(rest.dtype), logp_NT, loss
 
 
 def micro_rows(inputs: dict[str, Any], logp_NT: Tensor) -> Rows:
-    """The micro-batch's rows with the log-probs that ratios are taken against, and TRL's correction for a sampler apart (vLLM)."""
+    """The micro-batch's rows with the log-probs that ratios are taken against."""
     rows, before_NT = inputs["cp_rows"], inputs.get("old_per_token_logps")
-    credit_NT = rows.credit_NT * inputs.get("importance_sampling_ratio", 1)
-    return rows._replace(credit_NT=credit_NT, sampler_logp_NT=(logp_NT.detach() if before_NT is None else before_NT).float())
+    return rows._replace(sampler_logp_NT=(logp_NT.detach() if before_NT is None else before_NT).float())
+
+
+def corrected(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
+    """TRL's correction for a sampler apart (vLLM), a token's or a rollout's factor: as in TRL it multiplies the loss of each token."""
+    if ratio_N1 is None:
+        return loss
+    return loss._replace(loss_NT=loss.loss_NT * ratio_N1, coef_NT=loss.coef_NT * ratio_N1)
 
 
 def prepare_step(trainer: Any, made: Setup, steps: list[StepRows]) -> None:

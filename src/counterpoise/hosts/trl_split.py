@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.batches import manifest
 from counterpoise.hosts.trl_batch import loss_mask
-from counterpoise.hosts.trl_method import Setup
+from counterpoise.hosts.trl_method import TRL_PLAN, Setup
 from counterpoise.types import Credit, Plan, Rows, TokenBatch
 
 # TRL's loss types that give each row of a micro-batch the same weight; the others weigh tokens
@@ -54,6 +55,18 @@ def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
     for cut, part in zip(slot_CB, parts):
         cut[: len(part)] = part
     return slot_CB.reshape(num_processes, num_micro, -1)
+
+
+def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
+    """What TRL's own shuffle did, as a plan to audit; None where optimizer steps and generations do not line up."""
+    per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+    if per % gas:
+        return None
+    row_C = torch.cat([micro["cp_row"] for micro in trainer._buffered_inputs])
+    row_WSR = trainer.accelerator.gather(row_C.contiguous()).reshape(trainer.accelerator.num_processes, per // gas, -1).cpu()
+    steps = [row_WSR[:, step].flatten().sort().values for step in range(per // gas)]
+    facts = {"plan": {"name": TRL_PLAN}, "seed": trainer.args.seed, "step": generation}
+    return Plan(tuple(steps), manifest(steps, batch.group_N.cpu()) | facts)
 
 
 def micro_batches(trainer: Any, columns: dict[str, Any], steps: list[StepRows]) -> list[dict[str, Any]]:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import warnings
 from typing import Any, NamedTuple
 
 import counterpoise as cp
-from counterpoise.hosts.verl_methods import MODES, PREFIX, check_version
+from counterpoise.hosts.verl_methods import MODES, PREFIX, check_installed, check_version
 
 ENTRY_POINTS = "verl.plugins"
 PLUGIN = "counterpoise.hosts.verl_plugin"
@@ -40,6 +39,7 @@ class Registered(NamedTuple):
 
 def register() -> None:
     """Put every method into verl's registries. May be called twice. A part that cannot be registered is named in a warning."""
+    check_installed()
     import verl
     from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 
@@ -62,10 +62,10 @@ def registered() -> Registered:
     Run it in a process that has not called ``register`` itself. verl swallows what a plug-in raises: where names are missing the plug-in
     is imported once more, and what it raises becomes a line of ``problems``.
     """
-    if importlib.util.find_spec("verl") is None:
-        return Registered(
-            None, [], [], [], ["verl is not installed. pip install 'counterpoise[verl]' in an environment of its own."]
-        )
+    try:
+        check_installed()
+    except ImportError as error:
+        return Registered(None, [], [], [], [str(error)])
     import verl
 
     try:
@@ -85,6 +85,7 @@ def check_verl() -> None:
 
     Rewards 1 and 0 give the credit 1/2 and -1/2, and at ratio 1 the gradient of the mean over four tokens is -credit / 4.
     """
+    check_installed()
     import torch
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 

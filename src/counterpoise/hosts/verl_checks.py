@@ -11,7 +11,7 @@ from counterpoise.batches import reward_balanced
 from counterpoise.build import base, bound, call, nearest
 from counterpoise.hosts.verl_estimators import settings_of
 from counterpoise.hosts.verl_losses import checked
-from counterpoise.hosts.verl_methods import MODES, PREFIX, Setup, setup, trainer_trouble
+from counterpoise.hosts.verl_methods import MODES, PREFIX, Setup, sequence_trouble, setup, trainer_trouble
 
 
 def mode_of(trainer_mode: str) -> str:
@@ -43,6 +43,9 @@ def check_config(config: Any, mode: str) -> tuple[Setup | None, Setup | None]:
     if is_ours:
         _check_credit(config, made)
     _check_loss(config)
+    trouble = sequence_trouble(config.actor_rollout_ref.actor)
+    if trouble:
+        raise ValueError(trouble)
     if made.has_own_plan:
         _check_plan(config, made, mode)
     return made if is_ours else None, made if made.has_own_plan else None

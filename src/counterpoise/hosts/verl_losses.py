@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.hosts.verl_methods import PREFIX, agg_mode, loss_trouble, whole_method
+from counterpoise.hosts.verl_methods import PREFIX, agg_mode, loss_trouble, sequence_trouble, whole_method
 from counterpoise.methods import Method
 from counterpoise.numerics import masked_mean
 from counterpoise.types import Rows
@@ -43,6 +43,9 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         from verl.trainer.ppo.core_algos import agg_loss
 
         made, shared = checked(name), dict(getattr(config, "global_batch_info", None) or {})
+        trouble = sequence_trouble(config) if config is not None else None
+        if trouble:
+            raise ValueError(trouble)
         _warn_of_settings(made, loss_agg_mode, config, shared)
         rows = _rows(old_log_prob, advantages, response_mask)
         out = made.loss(log_prob, rows)

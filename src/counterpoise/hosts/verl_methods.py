@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any, NamedTuple
 
 import counterpoise as cp
@@ -33,6 +34,14 @@ def check_version(version: str) -> None:
     """The hooks were written for one version of verl, which changes its trainer between minor versions."""
     if version != SUPPORTED:
         raise ValueError(f"counterpoise.hosts.verl works with verl {SUPPORTED}, found {version}. pip install 'verl=={SUPPORTED}'")
+
+
+def check_installed() -> None:
+    """One line instead of a failing import deep inside."""
+    if importlib.util.find_spec("verl") is None:
+        raise ImportError(
+            f"verl is not installed. pip install 'counterpoise[verl]' (verl {SUPPORTED}) in an environment of its own."
+        )
 
 
 class Setup(NamedTuple):
@@ -124,6 +133,26 @@ def loss_trouble(made: Method) -> str | None:
             f"Use the loss of another method beside this estimator, for example loss_mode={PREFIX}dapo with loss_agg_mode=token-mean."
         )
     return None
+
+
+def sequence_trouble(actor: Any) -> str | None:
+    """Why a loss would see parts of sequences; ``actor`` is verl's actor configuration. Ulysses and Megatron's plain context parallelism
+    bring the log-probs of whole sequences together before the loss.
+
+    >>> sequence_trouble({"strategy": "torchtitan", "torchtitan": {"context_parallel_size": 2}})
+    'actor.torchtitan.context_parallel_size=2: each rank sees a part of every sequence, which counterpoise does not support. Set it to 1.'
+    """
+    strategy = actor.get("strategy", "fsdp")
+    engine = actor.get(strategy, None) or {}
+    if strategy == "torchtitan" and engine.get("context_parallel_size", 1) > 1:
+        where, fix = f"context_parallel_size={engine.get('context_parallel_size')}", "1"
+    elif strategy == "megatron" and engine.get("dynamic_context_parallel", False):
+        where, fix = "dynamic_context_parallel=True", "False"
+    else:
+        return None
+    return (
+        f"actor.{strategy}.{where}: each rank sees a part of every sequence, which counterpoise does not support. Set it to {fix}."
+    )
 
 
 def agg_mode(made: Method) -> str | None:

@@ -17,6 +17,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from counterpoise.hosts.verl_methods import PREFIX, Setup, check_installed, check_version
+
+check_installed()
+
+# ruff: noqa: E402
 import torch
 import transfer_queue as tq
 import verl
@@ -33,7 +38,6 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from counterpoise.hosts.verl_checks import check_config, mode_of
 from counterpoise.hosts.verl_estimators import Loan, lending
-from counterpoise.hosts.verl_methods import PREFIX, Setup, check_version
 from counterpoise.hosts.verl_order import Rollouts, by_rank, filled, plan_numbers, planned
 
 # column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where verl keeps them

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,12 +25,13 @@ from counterpoise.ledger.categories import categories
 from counterpoise.ledger.classes import Facts, check_axes, token_classes
 from counterpoise.ledger.decompose import forward_mode
 from counterpoise.ledger.logprobs import Params, Texts, copied, of_model, trainable
-from counterpoise.ledger.nodes import sharing
+from counterpoise.ledger.nodes import Sharing, sharing
 from counterpoise.ledger.residual import residuals
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
 
+Columns = TypeVar("Columns", Rows, TokenLoss)
 _FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = WeakKeyDictionary()  # tried once a model
 
 
@@ -117,7 +118,8 @@ class Book:
         number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
         for name, value_RT in (found.columns | {"optimizer_step": number}).items():
             self._write(name, rows.row_R, value_RT)
-        self.residuals.append(residuals(texts.token_ids_NT, rows, loss))
+        # walking a trie is many small steps: on the CPU, where each costs least
+        self.residuals.append(residuals(texts.token_ids_NT.cpu(), on_cpu(rows), on_cpu(loss)))
         self.taxes.append(tax(found.columns.get("kl"), facts))
         for note in found.notes:
             self._note(note)
@@ -164,11 +166,18 @@ class Book:
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
     distinct = list(dict.fromkeys(names))
     category_I = torch.tensor([distinct.index(name) for name in names], device=index_NT.device)
+    shared = sharing(batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), credit.advantage_N.cpu())
     return Facts(
         mask_NT=batch.mask_NT,
         advantage_N=credit.advantage_N,
         sampler_logp_NT=batch.sampler_logp_NT,
         category_NT=category_I[index_NT],
         category_names=distinct,
-        sharing=sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, credit.advantage_N),
+        sharing=Sharing(*(column.to(index_NT.device) for column in shared)),
     )
+
+
+def on_cpu(columns: Columns) -> Columns:
+    """The tensors of a named tuple on the CPU."""
+    moved: list[Any] = [None if column is None else column.cpu() for column in columns]
+    return type(columns)(*moved)

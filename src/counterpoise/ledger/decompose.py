@@ -44,7 +44,7 @@ def change_along(logprobs: LogProbs, params: Params, direction_C: Params, *, is_
     """
     num = len(next(iter(direction_C.values())))
     parts: list[tuple[Tensor, Tensor]] = []
-    for row_R in logprobs.chunks(range(len(logprobs.lengths)), passes=num + 1 if is_batched else 2):
+    for row_R in logprobs.forward_chunks(num if is_batched else 1):
 
         def along(direction: Params, row_R: Tensor = row_R) -> Tensor:
             return torch.func.jvp(lambda p: logprobs.forward(p, row_R), (params,), (direction,))[1]
@@ -142,6 +142,7 @@ def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
     one = logprobs._replace(
         mask_NT=logprobs.mask_NT[shortest : shortest + 1],
         lengths=[logprobs.lengths[shortest]],
+        forward_lengths=None,
         forward=lambda p, row_R: logprobs.forward(p, row_R + shortest),
     )
     direction_C = {name: torch.zeros_like(value)[None].expand(2, *value.shape) for name, value in params.items()}

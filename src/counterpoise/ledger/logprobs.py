@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from counterpoise.numerics_head import CHUNK_LOGITS
 from counterpoise.rollouts import length_buckets, logp_function, token_logp
 from counterpoise.rollouts.backbone import evaluating
 
@@ -58,6 +59,7 @@ class LogProbs(NamedTuple):
         reverse: differentiable by a backward.
         forward: differentiable in forward mode.
         token_budget: tokens of one pass.
+        forward_lengths: what a row costs in forward mode, for the values and for each direction; ``lengths`` by default.
     """
 
     mask_NT: Tensor
@@ -65,10 +67,20 @@ class LogProbs(NamedTuple):
     reverse: Callable[[Params, Tensor], Tensor]
     forward: Callable[[Params, Tensor], Tensor]
     token_budget: int = 16384
+    forward_lengths: Sequence[float] | None = None
 
-    def chunks(self, rows: Sequence[int], passes: int = 1) -> Iterator[Tensor]:
-        """Row numbers in chunks of similar length; ``passes`` share the token budget."""
-        buckets = length_buckets([self.lengths[r] for r in rows], max(1, self.token_budget // passes))
+    def chunks(self, rows: Sequence[int]) -> Iterator[Tensor]:
+        """Row numbers in chunks of similar length, for a backward."""
+        return self._cut(rows, self.lengths, self.token_budget)
+
+    def forward_chunks(self, num_directions: int) -> Iterator[Tensor]:
+        """All row numbers in chunks of similar length, for a forward-mode pass: values and directions share the budget."""
+        lengths = self.forward_lengths or self.lengths
+        return self._cut(range(len(lengths)), lengths, self.token_budget / (1 + num_directions))
+
+    def _cut(self, rows: Sequence[int], lengths: Sequence[float], budget: float) -> Iterator[Tensor]:
+        # whole numbers a thousand times finer, since a token of forward mode may cost less than one of the budget
+        buckets = length_buckets([round(1000 * lengths[r]) for r in rows], max(1, round(1000 * budget)))
         return (torch.tensor([rows[k] for k in bucket], device=self.mask_NT.device) for bucket in buckets)
 
 
@@ -111,9 +123,34 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
     def forward(params: Params, row_R: Tensor) -> Tensor:
         some = texts.select(row_R)
         with evaluating(model), maths_attention(model), autocast():
-            return logp_function(model, some.prompt_ids, some.token_ids_NT, some.mask_NT, temperature=some.temperature)(params)
+            columns = (some.prompt_ids, some.token_ids_NT, some.mask_NT)
+            return logp_function(model, *columns, temperature=some.temperature, chunk=_head_chunk(model))(params)
 
-    return LogProbs(texts.mask_NT, texts.lengths, reverse, forward, texts.token_budget)
+    lengths = texts.lengths
+    return LogProbs(
+        texts.mask_NT, lengths, reverse, forward, texts.token_budget, [n * forward_cost(model.config, n) for n in lengths]
+    )
+
+
+def forward_cost(config: Any, length: int) -> float:
+    """Memory that one direction of forward mode takes for a token, as a share of what a backward keeps for it.
+
+    A backward keeps the activations of every layer, about 16 D numbers a layer; forward mode holds one layer at a time, about 24 D, and
+    the maths path of attention some 6 rows of L scores a head.
+
+    >>> from transformers import LlamaConfig
+    >>> round(forward_cost(LlamaConfig(hidden_size=576, num_hidden_layers=30, num_attention_heads=9), 180), 3)
+    0.085
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width, layers, heads = (getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    return (24 * width + 6 * heads * length) / (16 * width * layers) if width and layers and heads else 1.0
+
+
+def _head_chunk(model: Any) -> int | None:
+    """Tokens whose logits are alive at once: on an accelerator four times the default, for fewer and larger kernels."""
+    head = model.get_output_embeddings()
+    return max(1, 4 * CHUNK_LOGITS // len(head.weight)) if head is not None and head.weight.is_cuda else None
 
 
 @contextmanager

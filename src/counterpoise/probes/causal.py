@@ -43,13 +43,19 @@ class FullUpdate(NamedTuple):
     optimizer: torch.optim.Optimizer
     saved: Snapshot
     logprobs: LogProbs
+    scorer: LogProbs
     before: Params
     weight_RT: Tensor
     grads: Params
 
-    def change(self, target: Token, left_out: Sequence[Token] = ()) -> float:
-        """The target's change of log-prob if the tokens in ``left_out`` bring no gradient; model and optimizer are put back."""
+    def logp(self, target: Token) -> float:
+        """The target's log-prob under the model as it is now."""
         row_R = torch.tensor([target[0]], device=self.weight_RT.device)
+        with torch.no_grad():
+            return float(self.scorer.reverse(trainable(self.model), row_R)[0, target[1]].double())
+
+    def logp_after(self, target: Token, left_out: Sequence[Token] = ()) -> float:
+        """The target's log-prob after the update in which the tokens in ``left_out`` bring no gradient; model and optimizer are put back."""
         grads = self.grads
         if left_out:
             peers = gradient(self.logprobs, self.before, only(self.weight_RT, left_out))
@@ -58,21 +64,23 @@ class FullUpdate(NamedTuple):
             for name, p in self.model.named_parameters():
                 p.grad = -grads[name] if name in grads else None
             self.optimizer.step()
-            with torch.no_grad():
-                after = self.logprobs.reverse(trainable(self.model), row_R)[0, target[1]]
+            return self.logp(target)
         finally:
             restore(self.saved, self.model, self.optimizer)
-        with torch.no_grad():
-            start = self.logprobs.reverse(trainable(self.model), row_R)[0, target[1]]
-        return float(after.double() - start.double())
 
 
-def full_update(model: nn.Module, optimizer: torch.optim.Optimizer, logprobs: LogProbs, weight_RT: Tensor) -> FullUpdate:
-    """The update with gradient ``sum_k weight_k grad logp_k`` (an ascent direction)."""
+def full_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, logprobs: LogProbs, weight_RT: Tensor, scorer: LogProbs | None = None
+) -> FullUpdate:
+    """The update with gradient ``sum_k weight_k grad logp_k`` (an ascent direction).
+
+    Args:
+        logprobs: gives gradients, in the precision of training.
+        scorer: gives log-probs, in the parameters' own precision; ``logprobs`` by default.
+    """
     before = {name: value.clone() for name, value in trainable(model).items()}
-    return FullUpdate(
-        model, optimizer, snapshot(model, optimizer), logprobs, before, weight_RT, gradient(logprobs, before, weight_RT)
-    )
+    grads = gradient(logprobs, before, weight_RT)
+    return FullUpdate(model, optimizer, snapshot(model, optimizer), logprobs, scorer or logprobs, before, weight_RT, grads)
 
 
 def gradient(logprobs: LogProbs, params: Params, weight_RT: Tensor) -> Params:
@@ -89,7 +97,7 @@ def only(weight_RT: Tensor, tokens: Sequence[Token]) -> Tensor:
 
 def tau(update: FullUpdate, target: Token, peers: Sequence[Token]) -> float:
     """What the peers brought to the target: delta_full - delta_masked."""
-    return update.change(target) - update.change(target, peers)
+    return update.logp_after(target) - update.logp_after(target, peers)
 
 
 def causal_rows(
@@ -102,7 +110,7 @@ def causal_rows(
     """
     out = []
     for target, is_high_RT in chosen_targets(rows, entropy_RT, num_targets, seed):
-        delta_full = None
+        start, after = update.logp(target), update.logp_after(target)
         for k, bucket in enumerate(BUCKETS):
             pool_RT = candidates(target, bucket, rows, token_ids_RT, is_high_RT, update.weight_RT)
             found = [(int(r), int(t)) for r, t in pool_RT.nonzero().tolist()]
@@ -110,11 +118,10 @@ def causal_rows(
                 continue
             rng = np.random.default_rng([seed, *target, k])
             peers = [found[i] for i in rng.choice(len(found), SET_SIZE, replace=False)]
-            delta_full = update.change(target) if delta_full is None else delta_full
-            effect = delta_full - update.change(target, peers)
+            effect = after - update.logp_after(target, peers)
             pull = float(sum(abs(update.weight_RT[peer]) for peer in peers))
             known = {"group": int(rows.group_N[target[0]]), "row": target[0], "position": target[1], **bucket._asdict()}
-            out.append({**known, "delta_full": delta_full, "tau": effect, "pull": pull})
+            out.append({**known, "delta_full": after - start, "tau": effect, "pull": pull})
     return out
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
 from counterpoise.ledger.changes import change_sign
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Frame, Output, joined
+from counterpoise.probes.output import Columns, Drawing, Frame, Output, joined
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import tried
 from counterpoise.types import Rows
@@ -24,15 +23,14 @@ SIDES = {"full": (-1, 0, 1), "positives": (1,), "negatives": (-1,)}
 VARIANTS = ("full", "positives", "negatives", "head", "full_fresh", "positives_fresh", "negatives_fresh")
 
 
-def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
-    """Changes of every token of the batch's first optimizer step under each variant, and how they spread over categories."""
+def probe(scene: Scene, output: Output) -> None:
+    """Changes of every token of the batch's first optimizer step under each variant."""
     rows = scene.rows
-    return summarise(
-        {name: output.table(name, lambda name=name: token_rows(scene, rows, name, *deltas(scene, rows, name))) for name in VARIANTS}
-    )
+    for name in VARIANTS:
+        output.table(name, lambda name=name: token_columns(scene, rows, name, *deltas(scene, rows, name)))
 
 
-def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Flip rates and shares from the variants' tables, of one step or of several."""
     parts = [tables[name] for name in VARIANTS]
     table = joined(parts)
@@ -41,7 +39,7 @@ def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
     numbers["share_full_minus_positives"] = share_difference(table, "full", "positives")
     numbers["share_full_minus_positives_fresh"] = share_difference(table, "full_fresh", "positives_fresh")
     numbers["rank_correlation_with_full"] = rank_correlations(parts)
-    return figure(numbers["share_by_category"]), numbers
+    return numbers
 
 
 def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
@@ -64,15 +62,19 @@ def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
     return found.delta_RT, found.scores.noise_floor
 
 
-def token_rows(scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: float) -> list[dict[str, Any]]:
+def token_columns(scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: float) -> Columns:
     """One row a token."""
-    change_RT, categories = change_sign(delta_RT, noise_floor), scene.categories(rows.row_R)
-    out = []
-    for r, (number, group, sign) in enumerate(zip(rows.row_R.tolist(), rows.group_N.tolist(), rows.advantage_N.sign().tolist())):
-        for t, name in enumerate(categories[r]):
-            known = {"variant": variant, "group": group, "rollout": number, "position": t, "category": name, "sign": int(sign)}
-            out.append({**known, "delta": float(delta_RT[r, t]), "change": int(change_RT[r, t])})
-    return out
+    mask_RT, names = rows.mask_NT, scene.categories(rows.row_R)
+    known = {
+        "group": rows.group_N[:, None],
+        "rollout": rows.row_R.to(mask_RT.device)[:, None],
+        "position": torch.arange(mask_RT.shape[1], device=mask_RT.device)[None],
+        "sign": rows.advantage_N.sign().long()[:, None],
+        "delta": delta_RT,
+        "change": change_sign(delta_RT, noise_floor).long(),
+    }
+    columns: Columns = {name: value.expand_as(mask_RT)[mask_RT].cpu().numpy() for name, value in known.items()}
+    return {"variant": [variant] * int(mask_RT.sum()), "category": [name for row in names for name in row], **columns}
 
 
 def flip_numbers(table: Frame) -> dict[str, Any]:
@@ -118,12 +120,21 @@ def rank_correlations(parts: list[Frame]) -> dict[str, float]:
     return {name: round(float(full.corr(part["delta"], method="spearman")), 4) for name, part in zip(VARIANTS, parts)}
 
 
-def figure(shares: dict[str, Any]) -> go.Figure:
-    """Shares of the update by category."""
-    out = go.Figure()
-    for variant in ("tokens", "full", "positives", "negatives", "head"):
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Shares of the update by category, beside the category's share of tokens."""
+    import plotly.graph_objects as go
+
+    out, shares = go.Figure(), numbers["share_by_category"]
+    names = {
+        "tokens": "share of tokens",
+        "full": "full update",
+        "positives": "positives only",
+        "negatives": "negatives only",
+        "head": "head only",
+    }
+    for (variant, name), colour in zip(names.items(), ("#BBBBBB", "#000000", "#0072B2", "#D55E00", "#009E73")):
         found = shares[variant]
-        mean = [found[c]["mean"] for c in found]
-        out.add_bar(x=list(found), y=mean, name=variant, error_y=error_bars(list(found.values())))
-    out.update_layout(title="Share of the update by token category", barmode="group")
-    return out.update_yaxes(title="share of sum |delta log-prob|")
+        mean = [one["mean"] for one in found.values()]
+        out.add_bar(x=list(found), y=mean, name=name, error_y=error_bars(list(found.values())), marker_color=colour)
+    out.update_layout(title="Where an update goes, by token category", barmode="group")
+    return out.update_yaxes(title="share of sum |change of log-prob| (95% interval)", tickformat=".0%")

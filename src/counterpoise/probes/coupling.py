@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 
 from counterpoise.ledger import coupling_table, head_kernel, of_model
 from counterpoise.ledger.account import head_state
 from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Frame, Output
+from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import tried
 from counterpoise.trainer.collect import autocast
 
 
-def probe(
-    scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0
-) -> tuple[go.Figure, dict[str, Any]]:
+def probe(scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0) -> None:
     """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in 8 buckets."""
-    head = output.table("head", lambda: head_rows(scene, tokens))
-    return summarise({"head": head, "causal": output.table("causal", lambda: masked_rows(scene, targets, seed))})
+    output.table("head", lambda: head_rows(scene, tokens))
+    output.table("causal", lambda: masked_rows(scene, targets, seed))
 
 
-def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """The numbers of both parts, of one step or of several."""
     causal = causal_numbers(tables["causal"])
     num_targets = len(tables["causal"][["group", "row", "position"]].drop_duplicates())
-    return figure(causal), {"head": head_numbers(tables["head"]), "causal": causal, "num_targets": num_targets}
+    return {"head": head_numbers(tables["head"]), "causal": causal, "num_targets": num_targets}
 
 
 def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
@@ -65,7 +62,8 @@ def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
     found = tried(scene, rows)
     texts = scene.texts(rows.row_R)
     weight_RT = found.update.loss.coef_NT * rows.scale_NT * found.update.clip_factor
-    update = full_update(model, scene.optimizer, of_model(model, texts, lambda: autocast(model)), weight_RT)
+    logprobs, scorer = of_model(model, texts, lambda: autocast(model)), of_model(model, texts)
+    update = full_update(model, scene.optimizer, logprobs, weight_RT, scorer)
     return causal_rows(update, rows, texts.token_ids_NT, found.scores.entropy_NT, targets, seed)
 
 
@@ -95,13 +93,25 @@ def causal_numbers(causal: Frame) -> dict[str, Any]:
     return {name: {"num": int(names[name].sum()), "tau": tau[name], "aligned": along[name], "size": size[name]} for name in tau}
 
 
-def figure(causal: dict[str, Any]) -> go.Figure:
-    """tau in the direction of the peers' advantage."""
-    out = go.Figure()
-    out.add_bar(
-        x=list(causal),
-        y=[v["aligned"]["mean"] for v in causal.values()],
-        error_y=error_bars([v["aligned"] for v in causal.values()]),
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Left: the head's kernel by token and confidence. Right: tau in the direction of the peers' advantage."""
+    from plotly.subplots import make_subplots
+
+    titles = ("the head's kernel, pairs of one prompt", "all parameters: what three peers bring to a token")
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12, column_widths=[0.4, 0.6])
+    for token, colour in (("identical", "#0072B2"), ("different", "#D55E00")):
+        found = {level: numbers["head"].get(f"{token}/{level}") for level in ("none", "one", "both")}
+        found = {level: one for level, one in found.items() if one}
+        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_bar(x=list(found), y=mean, error_y=bars, name=f"{token} tokens", marker_color=colour, row=1, col=1)
+    causal = numbers["causal"]
+    mean, bars = [v["aligned"]["mean"] for v in causal.values()], error_bars([v["aligned"] for v in causal.values()])
+    colours = ["#0072B2" if name.startswith("same") else "#D55E00" for name in causal]
+    labels = [f"{name.replace('/', ', ')} (n={one['num']})" for name, one in causal.items()]
+    out.add_bar(x=labels, y=mean, error_y=bars, marker_color=colours, showlegend=False, row=1, col=2)
+    out.update_layout(title="Which tokens push which", barmode="group", legend={"x": 0.2, "y": 0.98})
+    out.update_xaxes(title="confident tokens of the pair (p >= 0.9)", row=1, col=1).update_xaxes(
+        title="peers: token, entropy, sign of their advantage", row=1, col=2
     )
-    out.update_layout(title="What three peers bring to a token: tau x sign of their advantage")
-    return out.update_xaxes(title="peers: token / entropy / sign of their advantage").update_yaxes(title="change of log-prob")
+    out.update_yaxes(title="mean |phi x <h, h'>|, log scale", type="log", row=1, col=1)
+    return out.update_yaxes(title="tau x sign of the peers' advantage, nats", row=1, col=2)

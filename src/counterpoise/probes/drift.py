@@ -8,31 +8,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
 from counterpoise.files import step_of
 from counterpoise.ledger import drift, filled, restore, snapshot
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Output
+from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import measure
 from counterpoise.trainer import checkpoint
-from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.store import read_rollouts
 
 Entry = dict[str, Any]
 
 
-def probe(scene: Scene, output: Output, *, size: int = 64) -> tuple[go.Figure, dict[str, Any]]:
+def probe(scene: Scene, output: Output, *, size: int = 64) -> None:
     """|log-odds change| between the first two solutions of each prompt of a bank, and the entropy over its solutions, by checkpoint."""
-    table = output.table("bank", lambda: bank_rows(scene, size))
+    output.table("bank", lambda: bank_rows(scene, size))
+
+
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
+    """Means over the bank's prompts, with intervals over them."""
+    table = tables["bank"]
     numbers: dict[str, Any] = {"num_prompts": int(table["prompt"].nunique()), "steps": sorted(table["step"].unique().tolist())}
     for quantity in ("log_odds_change", "entropy"):
         sets = {str(step): table["step"] == step for step in numbers["steps"]}
         numbers[quantity] = means(table[quantity], sets, table["prompt"])
-    return figure(numbers), numbers
+    return numbers
 
 
 def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
@@ -77,23 +80,21 @@ def extended(bank: list[Entry], size: int, path: Path) -> list[Entry]:
 
 
 def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
-    """Log-prob of each solution as a sequence."""
+    """Log-prob of each solution as a sequence, in the parameters' own precision: sums of many tokens do not bear bfloat16 products."""
     width, device = max(map(len, solutions)), scene.policy.model.device
     ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
     mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions], device=device)
-    settings = {"temperature": scene.config.rollouts.temperature, "token_budget": scene.config.optimizer.token_budget}
-    with autocast(scene.policy.model):
-        return measure(scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
+    settings = {"temperature": scene.config.rollouts.temperature, "token_budget": scene.config.token_budget}
+    return measure(scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
 
 
-def figure(numbers: dict[str, Any]) -> go.Figure:
+def figure(numbers: dict[str, Any]) -> Drawing:
     """Drift over training."""
+    import plotly.graph_objects as go
+
     out, found = go.Figure(), numbers["log_odds_change"]
-    out.add_scatter(
-        x=[int(s) for s in found],
-        y=[v["mean"] for v in found.values()],
-        error_y=error_bars(list(found.values())),
-        mode="lines+markers",
-    )
-    out.update_layout(title="How far the log-odds between verified solutions have moved", xaxis_title="rollout batch")
-    return out.update_yaxes(title="mean |change of log-odds|, nats")
+    mean, bars = [v["mean"] for v in found.values()], error_bars(list(found.values()))
+    out.add_scatter(x=[int(s) for s in found], y=mean, error_y=bars, mode="lines+markers", line={"color": "#0072B2"})
+    title = f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']} prompts)"
+    out.update_layout(title=title, xaxis_title="rollout batch")
+    return out.update_yaxes(title="mean |change of log-odds|, nats (95% interval)", rangemode="tozero")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 
 from counterpoise.ledger import restore, sharing, snapshot
@@ -19,7 +18,7 @@ from counterpoise.ledger.residual import residual
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Frame, Output
+from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import measure
 from counterpoise.trainer.collect import autocast
@@ -43,7 +42,7 @@ LOSSES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
 BASE = {"advantage": "group_mean", "credit": [], "reduction": "constant_length", "controller": None, "plan": "query_preserved"}
 
 
-def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
+def probe(scene: Scene, output: Output) -> None:
     """Residual |sum A alpha| / sum |A alpha| of nodes that rollouts of both signs share, by loss.
 
     Equal weights leave |sum A| / sum |A| of the rollouts at the node, 0 where the whole group is there. The excess is the distance from that.
@@ -52,10 +51,10 @@ def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
         raise ValueError(
             "exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with optimizer.steps_per_batch above 1."
         )
-    return summarise({"nodes": output.table("nodes", lambda: node_rows(scene))})
+    output.table("nodes", lambda: node_rows(scene))
 
 
-def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Mean excess by loss over all nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts."""
     numbers: dict[str, Any] = {}
     for name, (m1, m2, _) in LOSSES.items():
@@ -64,7 +63,7 @@ def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
         whole = means(part["residual"], {"all": part["is_full"]}, part["group"]).get("all")
         counts = {"num_nodes": len(part), "num_full": int(part["is_full"].sum())}
         numbers[name] = {"M1": m1, "M2": m2, **counts, **excess, "residual_of_full": whole}
-    return figure(numbers), numbers
+    return numbers
 
 
 def node_rows(scene: Scene) -> list[dict[str, Any]]:
@@ -110,10 +109,16 @@ def off_policy_logp(scene: Scene) -> torch.Tensor:
     return found["trainer_logp_NT"]
 
 
-def figure(numbers: dict[str, Any]) -> go.Figure:
-    """Residual by loss."""
-    found = list(numbers.values())
-    colours = ["#D55E00" if one["M1"] or one["M2"] else "#0072B2" for one in found]
-    out = go.Figure(go.Bar(x=list(numbers), y=[one["mean"] for one in found], error_y=error_bars(found), marker_color=colours))
-    out.update_layout(title="Shared tokens: how far a loss moves the residual from what equal weights leave; orange: M1 or M2 on")
-    return out.update_yaxes(title="mean |residual - residual of equal weights|")
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Excess by loss."""
+    import plotly.graph_objects as go
+
+    out = go.Figure()
+    kinds = {"equal weights expected": (False, False), "M1: sequence coupling": (True, False), "M2: clip by sign": (False, True)}
+    for (name, kind), colour in zip((kinds | {"M1 and M2": (True, True)}).items(), ("#0072B2", "#E69F00", "#CC79A7", "#D55E00")):
+        found = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
+        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_bar(x=list(found), y=mean, error_y=bars, name=name, marker_color=colour)
+    out.update_layout(title="What a loss leaves at shared tokens beyond what equal weights would")
+    out.update_xaxes(categoryorder="array", categoryarray=list(numbers))
+    return out.update_yaxes(title="mean |residual - residual of equal weights| (95% interval)")

@@ -8,64 +8,80 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import plotly.graph_objects as go
-
 from counterpoise.files import step_of
 from counterpoise.probes.intervals import error_bars, mean_difference, means
-from counterpoise.probes.output import STRIDE, Frame, Output, columns_of, joined, read
+from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, columns_of
 
-COLUMNS = ("step", "group", "sign", "change", "delta", "is_flip")
+COLUMNS = ("step", "group", "sign", "change", "is_flip")
 SIDES = {"positive": 1, "negative": -1}
 CHANGES = ("boosted", "suppressed", "unchanged")
+COLOURS = {"positive": "#0072B2", "negative": "#D55E00"}
 
 
-def probe(run_dir: Path, step: int, output: Output) -> tuple[go.Figure, dict[str, Any]]:
-    """Flip rates and shares by sign for every ledgered batch up to ``step``, with intervals over prompts."""
-    files = [path for path in sorted((run_dir / "tokens").glob("step_*.parquet")) if step_of(path) <= step]
-    if not files or step_of(files[-1]) != step:
-        have = ", ".join(str(step_of(path)) for path in sorted((run_dir / "tokens").glob("step_*.parquet"))) or "none"
+def probe(run_dir: Path, step: int, output: Output) -> None:
+    """The trained tokens of rollouts with an advantage, of every ledgered batch up to ``step``."""
+    files = {step_of(path): path for path in sorted((run_dir / "tokens").glob("step_*.parquet"))}
+    if step not in files:
+        have = ", ".join(map(str, files)) or "none"
         raise ValueError(f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with ledger.every.")
-    table = output.table("shares", lambda: [row for path in files for row in shares(read_tokens(path), step_of(path))])
-    pooled = joined([read_tokens(path).assign(cluster=lambda t: t["step"] * STRIDE + t["group"]) for path in files])
-    return figure(table), {"steps": [step_of(path) for path in files], **pooled_numbers(pooled)}
+    output.table("tokens", lambda: token_columns([path for k, path in files.items() if k <= step]))
 
 
-def read_tokens(path: Path) -> Frame:
-    """The trained tokens of rollouts with an advantage."""
-    frame = columns_of(read(path), str(path), COLUMNS)
-    return frame[frame["delta"].notna() & (frame["sign"] != 0)]
-
-
-def shares(tokens: Frame, step: int) -> list[dict[str, Any]]:
-    """One row a sign and quantity: flip, boosted, suppressed, unchanged."""
-    out = []
-    for quantity in ("flip", *CHANGES):
-        value = tokens["is_flip"] if quantity == "flip" else tokens["change"] == quantity
-        found = means(value.astype(float), {side: tokens["sign"] == sign for side, sign in SIDES.items()}, tokens["group"])
-        out += [{"step": step, "sign": side, "quantity": quantity, **bounds} for side, bounds in found.items()]
+def token_columns(files: list[Path]) -> Columns:
+    """One row a token; tokens that no optimizer step saw are left out."""
+    out: Columns = {name: [] for name in COLUMNS}
+    for path in files:
+        found = columns_of(path, (*COLUMNS, "delta"))
+        kept = [k for k, (delta, sign) in enumerate(zip(found["delta"], found["sign"])) if delta is not None and sign != 0]
+        for name in COLUMNS:
+            out[name] += [found[name][k] for k in kept]
     return out
 
 
-def pooled_numbers(tokens: Frame) -> dict[str, Any]:
-    """Over all steps: flip rate by sign, shares by sign, and how much the boosted share differs between the signs."""
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
+    """Shares by sign over all batches and for each, and how much the boosted share differs between the signs; intervals over prompts."""
+    tokens = tables["tokens"]
+    if not len(tokens):
+        raise ValueError("flips: no ledgered batch has a rollout with an advantage. Train longer, or choose an easier task.")
+    tokens = tokens.assign(cluster=tokens["step"] * STRIDE + tokens["group"])
+    steps = sorted(tokens["step"].unique().tolist())
+    numbers: dict[str, Any] = {"steps": steps, "num_tokens": len(tokens), "num_prompts": int(tokens["cluster"].nunique())}
+    numbers |= shares(tokens)
     sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
-    numbers: dict[str, Any] = {"num_tokens": len(tokens), "num_prompts": int(tokens["cluster"].nunique())}
-    for quantity in ("flip", *CHANGES):
-        value = (tokens["is_flip"] if quantity == "flip" else tokens["change"] == quantity).astype(float)
-        numbers[quantity] = means(value, sides, tokens["cluster"])
-        if quantity == "boosted" and all(mask.any() for mask in sides.values()):
-            numbers["boosted_gap"] = mean_difference(value, sides["positive"], sides["negative"], tokens["cluster"])
-    return numbers
+    if all(mask.any() for mask in sides.values()):
+        boosted = (tokens["change"] == "boosted").astype(float)
+        numbers["boosted_gap"] = mean_difference(boosted, sides["positive"], sides["negative"], tokens["cluster"])
+    return numbers | {"by_step": {str(step): shares(tokens[tokens["step"] == step]) for step in steps}}
 
 
-def figure(table: Frame) -> go.Figure:
-    """Flip rate by sign over training."""
-    out = go.Figure()
-    for side, colour in (("positive", "#0072B2"), ("negative", "#D55E00")):
-        part = table[(table["sign"] == side) & (table["quantity"] == "flip")]
-        error = error_bars(part.to_dict("records"))
-        out.add_scatter(x=part["step"], y=part["mean"], error_y=error, mode="lines+markers", name=side, line={"color": colour})
-    top = float(np.nanmax(table["high"])) if len(table) else 1.0
-    out.update_layout(title="Share of tokens that move against their own advantage", xaxis_title="rollout batch")
-    return out.update_yaxes(title="flip rate", range=[0, max(0.6, min(1.0, top))])
+def shares(tokens: Frame) -> dict[str, Any]:
+    """flip, flip_of_moved (of the tokens that changed at all), boosted, suppressed, unchanged: by sign, with intervals."""
+    sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
+    flip, moved = tokens["is_flip"].astype(float), (tokens["change"] != "unchanged").to_numpy()
+    out = {"flip": means(flip, sides, tokens["cluster"])}
+    out["flip_of_moved"] = means(flip, {side: mask & moved for side, mask in sides.items()}, tokens["cluster"])
+    return out | {name: means((tokens["change"] == name).astype(float), sides, tokens["cluster"]) for name in CHANGES}
+
+
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Flip rate by sign over training, of all tokens and of those that changed."""
+    import plotly.graph_objects as go
+
+    out, by_step = go.Figure(), numbers["by_step"]
+    for quantity, dash, what in (("flip_of_moved", "solid", "of tokens that changed"), ("flip", "dot", "of all tokens")):
+        for side, colour in COLOURS.items():
+            found = {step: one[quantity][side] for step, one in by_step.items() if side in one[quantity]}
+            line = {"color": colour, "dash": dash}
+            bars = error_bars(list(found.values()))
+            y = [one["mean"] for one in found.values()]
+            out.add_scatter(
+                x=[int(step) for step in found],
+                y=y,
+                error_y=bars,
+                mode="lines+markers",
+                name=f"{side} advantage, {what}",
+                line=line,
+            )
+    out.add_hline(y=0.5, line={"color": "#999", "dash": "dash"}, annotation_text="sign of the advantage tells nothing")
+    out.update_layout(title="Tokens that an update moves against their own advantage", xaxis_title="rollout batch")
+    return out.update_yaxes(title="flip rate (95% interval over prompts)", range=[0, 0.75], tickformat=".0%")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import plotly.graph_objects as go
-
 from counterpoise.files import write_json, write_table, write_text
 from counterpoise.schema import SCHEMA_VERSION
 
+Columns = dict[str, Any]
 Rows = list[dict[str, Any]]
 Frame = Any  # a pandas DataFrame; what indexing one gives is beyond the type checker
+Drawing = Any  # a plotly figure
 STRIDE = 1_000_000  # above any number of prompts in a batch
 
 
@@ -35,25 +35,29 @@ class Output:
         if not started.is_file():
             write_json(started, self.facts)
 
-    def table(self, name: str, make: Callable[[], Rows]) -> Frame:
-        """``<name>.parquet``: read if it is there, else made and written."""
+    def table(self, name: str, make: Callable[[], Rows | Columns]) -> Path:
+        """``<name>.parquet``, made and written if it is not there."""
         path = self.folder / f"{name}.parquet"
         if not path.is_file():
-            rows = make()
-            write_table(path, {key: [row[key] for row in rows] for key in (rows[0] if rows else {})})
-        return read(path)
+            found = make()
+            write_table(
+                path, found if isinstance(found, dict) else {key: [row[key] for row in found] for key in (found or [{}])[0]}
+            )
+        return path
 
-    def finish(self, figure: go.Figure, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Write the figure and the summary; returns the summary."""
-        return write_summary(self.folder, figure, self.facts, numbers)
+    def tables(self) -> dict[str, Frame]:
+        """Everything that was written, by name."""
+        return {path.stem: read(path) for path in sorted(self.folder.glob("*.parquet"))}
 
 
-def write_summary(folder: Path, figure: go.Figure, facts: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    """``figure.html`` and ``summary.json``; returns the summary with the folder it is in."""
-    page = figure.update_layout(template="plotly_white").to_html(include_plotlyjs=True, full_html=True)
-    write_text(folder / "figure.html", page)
+def write_summary(folder: Path, facts: dict[str, Any], numbers: dict[str, Any], draw: Callable[[], Drawing]) -> dict[str, Any]:
+    """``summary.json`` and ``figure.html`` (where plotly is installed); returns the summary with the folder it is in."""
     summary = {**facts, "schema_version": SCHEMA_VERSION, "numbers": numbers}
     write_json(folder / "summary.json", summary)
+    if importlib.util.find_spec("plotly") is None:
+        return {**summary, "folder": str(folder), "no_figure": "plotly is not installed: pip install 'counterpoise[report]'"}
+    page = draw().update_layout(template="plotly_white", font={"size": 14}).to_html(include_plotlyjs=True, full_html=True)
+    write_text(folder / "figure.html", page)
     return {**summary, "folder": str(folder)}
 
 
@@ -64,11 +68,15 @@ def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
 
 
 def read(path: Path) -> Frame:
+    import pandas as pd
+
     return pd.read_parquet(path)
 
 
 def joined(frames: list[Frame]) -> Frame:
     """Frames one after another, rows numbered anew."""
+    import pandas as pd
+
     return pd.concat(frames, ignore_index=True)
 
 
@@ -80,9 +88,12 @@ def _shifted(frame: Frame, k: int) -> Frame:
     return out
 
 
-def columns_of(frame: Frame, where: str, names: tuple[str, ...]) -> Frame:
-    """The frame, if it has the columns; a missing one is an error that names it."""
+def columns_of(path: Path, names: tuple[str, ...]) -> Columns:
+    """Columns of a parquet file as lists; a missing one is an error that names it."""
+    import pyarrow.parquet as pq
+
+    known = pq.read_schema(path).names
     for name in names:
-        if name not in frame.columns:
-            raise ValueError(f"{where}: no column {name!r}. Train with the ledger on (ledger.every) to write it.")
-    return frame
+        if name not in known:
+            raise ValueError(f"{path}: no column {name!r}. Train with the ledger on (ledger.every) to write it.")
+    return pq.read_table(path, columns=list(names)).to_pydict()

@@ -11,19 +11,32 @@ from typing import Any, NamedTuple
 from counterpoise.build import nearest
 from counterpoise.files import step_of
 from counterpoise.probes.output import Output, pooled_tables, write_summary
-from counterpoise.probes.scene import checkpoint_of, open_scene, read_config
+from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
 
 
 class Probe(NamedTuple):
-    """``module`` holds ``probe(scene or run folder and step, output, *, settings) -> (figure, numbers)`` and ``SUMMARY``."""
+    """``module`` holds ``probe(scene or run folder and step, output, *, settings)``, which writes tables, ``summarise(tables) -> numbers`` and
+    ``figure(numbers)``.
+    """
 
     module: str
     needs_snapshot: bool
     help: str
 
     @property
+    def can_pool(self) -> bool:
+        """Probes that follow the run over its steps have nothing to add up."""
+        return self.module.rpartition(".")[2] not in ("flips", "drift")
+
+    @property
     def run(self) -> Callable[..., Any]:
         return importlib.import_module(self.module).probe
+
+    def summary(self, folder: Path, facts: dict[str, Any], tables: dict[str, Any]) -> dict[str, Any]:
+        """Numbers and figure from the tables of one step or of several."""
+        module = importlib.import_module(self.module)
+        numbers = module.summarise(tables)
+        return write_summary(folder, facts, numbers, lambda: module.figure(numbers))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -48,7 +61,13 @@ PROBES = {
 
 
 def run_probe(
-    run_dir: Path, name: str, step: int | None = None, settings: dict[str, Any] | None = None, *, fresh: bool = False
+    run_dir: Path,
+    name: str,
+    step: int | None = None,
+    settings: dict[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    scene: Scene | None = None,
 ) -> dict[str, Any]:
     """Run a probe, or what is left of it, and return its summary (also in ``RUN/probes/<name>/step_N/summary.json``).
 
@@ -58,19 +77,32 @@ def run_probe(
         step: the rollout batch; the last one that can be probed by default.
         settings: of the probe, see ``PROBES[name].settings``.
         fresh: begin again.
+        scene: the step, if it is open already: for several probes of one step.
     """
-    if name not in PROBES:
-        raise ValueError(f"unknown probe {name!r}. {nearest(name, PROBES)}")
-    chosen = PROBES[name]
+    output = make_tables(run_dir, name, step, settings, fresh=fresh, scene=scene)
+    return PROBES[name].summary(output.folder, output.facts, output.tables())
+
+
+def make_tables(
+    run_dir: Path,
+    name: str,
+    step: int | None = None,
+    settings: dict[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    scene: Scene | None = None,
+) -> Output:
+    """The raw data of a probe alone, without numbers and figure."""
+    chosen = probe_of(name)
     whole = chosen.settings | checked(name, settings or {}, chosen.settings)
     read_config(run_dir)
     step = last_step(run_dir, chosen.needs_snapshot) if step is None else step
     if chosen.needs_snapshot:
         checkpoint_of(run_dir, step)
     output = Output(run_dir, name, step, whole, fresh=fresh)
-    subject = (open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
-    figure, numbers = chosen.run(*subject, output, **whole)
-    return output.finish(figure, numbers)
+    subject = (scene or open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
+    chosen.run(*subject, output, **whole)
+    return output
 
 
 def pool(run_dir: Path, name: str) -> dict[str, Any]:
@@ -78,16 +110,21 @@ def pool(run_dir: Path, name: str) -> dict[str, Any]:
 
     Written to ``RUN/probes/<name>/pooled/``.
     """
-    chosen = PROBES.get(name)
-    summarise = getattr(importlib.import_module(chosen.module), "summarise", None) if chosen else None
-    if summarise is None:
-        raise ValueError(f"probe {name!r} has nothing to pool. {nearest(name, [n for n in PROBES if n not in ('flips', 'drift')])}")
+    chosen = probe_of(name)
+    if not chosen.can_pool:
+        raise ValueError(f"probe {name!r} covers the run up to its step already. Run it at the last step instead of pooling.")
     folders = [path.parent for path in sorted((run_dir / "probes" / name).glob("step_*/summary.json"))]
     if not folders:
         raise ValueError(f"{run_dir}: probe {name} was not run at any step yet. Run it with --step first.")
-    figure, numbers = summarise(pooled_tables(folders))
     folder = run_dir / "probes" / name / "pooled"
-    return write_summary(folder, figure, {"probe": name, "steps": [step_of(path) for path in folders]}, numbers)
+    return chosen.summary(folder, {"probe": name, "steps": [step_of(path) for path in folders]}, pooled_tables(folders))
+
+
+def probe_of(name: str) -> Probe:
+    """A probe by name; an unknown one is an error that names the nearest."""
+    if name not in PROBES:
+        raise ValueError(f"unknown probe {name!r}. {nearest(name, PROBES)}")
+    return PROBES[name]
 
 
 def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:

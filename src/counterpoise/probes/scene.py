@@ -52,7 +52,7 @@ class Scene(NamedTuple):
         """Rollouts as the model reads them."""
         batch, config = self.collected.batch, self.config
         whole = (self.collected.prompt_ids, batch.token_ids_NT, batch.mask_NT)
-        return Texts(*whole, config.rollouts.temperature, config.optimizer.token_budget).select(row_R)
+        return Texts(*whole, config.rollouts.temperature, config.token_budget).select(row_R)
 
     def categories(self, row_R: Tensor) -> list[list[str]]:
         """The category of every token of some rollouts, padding left out."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from counterpoise.ledger import Sharing, copied, restore, sharing, snapshot, tra
 from counterpoise.ledger.account import scored
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Frame, Output
+from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import forget, tried
 from counterpoise.trainer.update import take_step
@@ -26,41 +25,49 @@ CONTEXTS = ("shared", "both_signs", "discriminating", "other")
 FRACTIONS = (0.25, 0.5, 1.0, 2.0)
 
 
-def probe(scene: Scene, output: Output) -> tuple[go.Figure, dict[str, Any]]:
-    """Mean KL by kind of context and variant, and the quadratic law."""
-    contexts = output.table("contexts", lambda: context_rows(scene))
-    return summarise({"contexts": contexts, "lengths": output.table("lengths", lambda: length_rows(scene))})
+def probe(scene: Scene, output: Output) -> None:
+    """KL of every token by kind of context and variant, and at fractions of the step."""
+    output.table("contexts", lambda: context_columns(scene))
+    output.table("lengths", lambda: length_rows(scene))
 
 
-def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
-    """The numbers of one step or of several."""
-    numbers: dict[str, Any] = {}
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
+    """Mean KL by kind of context and variant, and the quadratic law; of one step or of several."""
     table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()
+    kl: dict[str, Any] = {}
     for variant, part in table.groupby("variant", sort=False):
-        numbers[str(variant)] = means(part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"])
+        kl[str(variant)] = means(part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"])
     law = {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()} if by_length[1.0] > 0 else {}
-    return figure(numbers), numbers | {"kl_of_fraction_over_kl_of_step": law}
+    return {**kl, "kl_of_fraction_over_kl_of_step": law}
 
 
-def context_rows(scene: Scene) -> list[dict[str, Any]]:
+def context_columns(scene: Scene) -> Columns:
     """One row a token and variant."""
-    rows, out = scene.rows, []
-    kind = kinds(scene, rows)
+    rows = scene.rows
+    mask_RT, kind = rows.mask_NT, kinds(scene, rows)
+    context = [kind[r][t] for r, t in mask_RT.nonzero().tolist()]
+    group = rows.group_N[:, None].expand_as(mask_RT)[mask_RT].tolist()
+    out: Columns = {"variant": [], "group": [], "context": [], "kl": []}
     for variant, signs in SIDES.items():
         kl_RT = tried(scene, rows, enters(rows, signs)).scores.kl_NT
         if kl_RT is None:
             raise ValueError("tax: the model's head is not plain, so there are no distributions to compare. Choose another model.")
-        for r, t in rows.mask_NT.nonzero().tolist():
-            out.append({"variant": variant, "group": int(rows.group_N[r]), "context": kind[r][t], "kl": float(kl_RT[r, t])})
+        for name, column in (
+            ("variant", [variant] * len(group)),
+            ("group", group),
+            ("context", context),
+            ("kl", kl_RT[mask_RT].tolist()),
+        ):
+            out[name] += column
     return out
 
 
 def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
-    """The kind of every token's context, each token under the first that fits, in the order of ``CONTEXTS``."""
+    """The kind of every token's context: ``shared`` if all rollouts take this token, else ``discriminating`` at a fork, else ``both_signs``."""
     ids_RT = scene.collected.batch.token_ids_NT[rows.row_R]
     found: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
     code_RT = torch.full_like(ids_RT, 3)
-    for code, is_in_RT in ((2, found.is_fork_NT), (1, found.is_both_NT), (0, found.is_full_NT & found.is_both_NT)):
+    for code, is_in_RT in ((1, found.is_both_NT), (2, found.is_fork_NT), (0, found.is_full_NT & found.is_both_NT)):
         code_RT[is_in_RT] = code
     return [[CONTEXTS[c] for c in row] for row in code_RT.tolist()]
 
@@ -92,12 +99,15 @@ def move(model: torch.nn.Module, before: dict[str, Tensor], after: dict[str, Ten
             p.copy_(before[name] + fraction * (after[name] - before[name]))
 
 
-def figure(numbers: dict[str, Any]) -> go.Figure:
+def figure(numbers: dict[str, Any]) -> Drawing:
     """KL by kind of context and variant."""
+    import plotly.graph_objects as go
+
     out = go.Figure()
-    for variant, found in numbers.items():
-        out.add_bar(
-            x=list(found), y=[one["mean"] for one in found.values()], error_y=error_bars(list(found.values())), name=variant
-        )
+    labels = dict(zip(CONTEXTS, ("all rollouts agree", "both signs agree", "both signs part (fork)", "other")))
+    for variant, colour in (("full", "#000000"), ("positives", "#0072B2"), ("negatives", "#D55E00")):
+        found = numbers[variant]
+        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_bar(x=[labels[name] for name in found], y=mean, error_y=bars, name=variant, marker_color=colour)
     out.update_layout(title="KL that one optimizer step spends, by kind of context", barmode="group")
-    return out.update_yaxes(title="KL(after || before), nats a token", type="log")
+    return out.update_yaxes(title="KL(after || before), nats a token, log scale (95% interval)", type="log", exponentformat="power")

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
-import plotly.graph_objects as go
 import torch
 from scipy.optimize import linear_sum_assignment
+from scipy.stats import rankdata
 
 from counterpoise.numerics import derived_seed
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Frame, Output, joined
+from counterpoise.probes.output import Drawing, Frame, Output, joined
+from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, tried
 from counterpoise.rollouts import branch
@@ -37,21 +37,20 @@ class Candidates(NamedTuple):
     entropy: np.ndarray
 
 
-def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, seed: int = 0) -> tuple[go.Figure, dict[str, Any]]:
+def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, seed: int = 0) -> None:
     """``pairs`` matched pairs of each origin, ``samples`` completions of each prefix."""
-    found = output.table("pairs", lambda: matched_pairs(scene, pairs, seed))
-    parts = [
-        output.table(f"values_{origin}", lambda origin=origin: valued(scene, found[found["origin"] == origin], samples, seed))
-        for origin in ORIGINS
-    ]
-    return summarise({f"values_{origin}": part for origin, part in zip(ORIGINS, parts)})
+    import pyarrow.parquet as pq
+
+    found = pq.read_table(output.table("pairs", lambda: matched_pairs(scene, pairs, seed))).to_pylist()
+    for origin in ORIGINS:
+        of_origin = [row for row in found if row["origin"] == origin]
+        output.table(f"values_{origin}", lambda of_origin=of_origin: valued(scene, of_origin, samples, seed))
 
 
-def summarise(tables: dict[str, Frame]) -> tuple[go.Figure, dict[str, Any]]:
+def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Means and paired differences, of one step or of several."""
     table = joined([tables[f"values_{origin}"] for origin in ORIGINS])
-    numbers = {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
-    return figure(numbers), numbers
+    return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
 
 
 def matched_pairs(scene: Scene, num: int, seed: int) -> list[dict[str, Any]]:
@@ -89,7 +88,7 @@ def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int) -> l
     """
     sizes = len(boosted.row), len(suppressed.row)
     columns = [np.concatenate([getattr(boosted, name), getattr(suppressed, name)]) for name in ("position", "entropy")]
-    ranks = np.stack([pd.Series(column).rank().to_numpy() / len(column) for column in columns], 1)
+    ranks = np.stack([rankdata(column) / len(column) for column in columns], 1)
     sides = ranks[: sizes[0]], ranks[sizes[0] :]
     rare = int(sizes[1] < sizes[0])
     drawn = np.random.default_rng(seed).permutation(sizes[rare])[:num]
@@ -99,9 +98,9 @@ def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int) -> l
     return [(j, i) for i, j in found] if rare else found
 
 
-def valued(scene: Scene, tokens: Frame, samples: int, seed: int) -> list[dict[str, Any]]:
+def valued(scene: Scene, rows: Records, samples: int, seed: int) -> Records:
     """The pairs with ``value`` (the token in the prefix) and ``before`` (without it)."""
-    batch, rows = scene.collected.batch, tokens.to_dict("records")
+    batch = scene.collected.batch
     ids = [batch.token_ids_NT[row["row"]].tolist() for row in rows]
     prefixes = [ids[i][: row["position"] + extra] for extra in (1, 0) for i, row in enumerate(rows)]
     reward = prefix_values(scene, [row["row"] for row in rows] * 2, prefixes, samples, seed)
@@ -156,11 +155,27 @@ def numbers_of(table: Frame) -> dict[str, Any]:
     return out
 
 
-def figure(numbers: dict[str, Any]) -> go.Figure:
-    """Value of boosted and suppressed tokens by origin."""
-    out = go.Figure()
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Left: value of boosted and suppressed tokens by origin. Right: the paired differences."""
+    from plotly.subplots import make_subplots
+
+    titles = ("value of the prefix that ends with the token", "boosted minus suppressed, pair by pair")
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
     for name, colour in (("boosted", "#0072B2"), ("suppressed", "#D55E00")):
         found = [numbers[origin]["value"][name] for origin in ORIGINS]
-        out.add_bar(x=list(ORIGINS), y=[f["mean"] for f in found], error_y=error_bars(found), name=name, marker_color=colour)
-    out.update_layout(title="Monte Carlo value of tokens, matched on position and entropy", barmode="group")
-    return out.update_xaxes(title="sign of the rollout's advantage").update_yaxes(title="mean reward of fresh completions")
+        mean, x = [one["mean"] for one in found], [f"{origin} rollouts" for origin in ORIGINS]
+        out.add_bar(x=x, y=mean, error_y=error_bars(found), name=name, marker_color=colour, row=1, col=1)
+    for name, what, colour in (
+        ("value", "value", "#555555"),
+        ("before", "value before the token", "#AAAAAA"),
+        ("gain", "gain by the token", "#009E73"),
+    ):
+        found = {origin: numbers[origin][f"{name}_difference"] for origin in (*ORIGINS, "both")}
+        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_scatter(
+            x=list(found), y=mean, error_y=bars, mode="markers", name=what, marker={"color": colour, "size": 10}, row=1, col=2
+        )
+    out.add_hline(y=0, line={"color": "#999"}, row=1, col=2)  # pyright: ignore[reportArgumentType]
+    out.update_layout(title="Monte Carlo value of tokens, matched on position and entropy", barmode="group", scattermode="group")
+    out.update_yaxes(title="mean reward of fresh completions", rangemode="tozero", row=1, col=1)
+    return out.update_yaxes(title="difference of mean reward", row=1, col=2)

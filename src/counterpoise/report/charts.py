@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import pandas as pd
-
 from counterpoise.report import credit_numbers as tokens
-from counterpoise.report import figures
-from counterpoise.report.credit_numbers import SIGNS, Row
-from counterpoise.report.figures import SIGN_COLOUR, Drawing, Key
-from counterpoise.report.folder import RunFolder
-from counterpoise.report.groups import Curve, Group, curve, eval_curve
-from counterpoise.report.stats import Interval, over_seeds
-from counterpoise.report.text import number, with_interval
-
-MAX_LEDGER_STEPS = 40
-Draw = Callable[[Sequence[Group], "int | None"], "Drawing | None"]
+from counterpoise.report.drawings import (
+    Draw,
+    of_cancellation,
+    of_evals,
+    of_flips,
+    of_keys,
+    of_ledger,
+    of_metric,
+    of_positive_share,
+    of_prediction,
+    of_signed_bars,
+    of_tokens,
+)
+from counterpoise.report.figures import Drawing
+from counterpoise.report.groups import Group
 
 
 class Chart(NamedTuple):
-    """A chart of the report. ``draw(groups, step)`` gives None where the files hold nothing to draw."""
+    """A chart of the report.
+
+    Attributes:
+        help: one line on how to read it.
+        definition: what the number is.
+        draw: ``draw(groups, step)`` gives None where the files hold nothing to draw.
+        is_wide: takes the whole width of the page.
+        needs: what to switch on in the recipe where the files hold nothing.
+    """
 
     name: str
     section: str
@@ -31,178 +41,12 @@ class Chart(NamedTuple):
     definition: str
     draw: Draw
     is_wide: bool = False
-
-
-def of_metric(key: str, *, zero: bool = False) -> Draw:
-    """Curves of one key of metrics.jsonl."""
-
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
-        found = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
-        return figures.curves(found, zero=zero) if found else None
-
-    return draw
-
-
-def of_evals(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    found = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
-    return figures.curves(found, markers=True, x="rollout batches trained") if found else None
-
-
-def of_positive_share(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    """The band from the least to the most positive optimizer step of each batch."""
-    low = [curve(group, "plan/positive_frac_min") for group in groups]
-    high = [curve(group, "plan/positive_frac_max") for group in groups]
-    found = [(g.label, _band(a, b)) for g, a, b in zip(groups, low, high) if a is not None and b is not None]
-    if not found:
-        return None
-    drawing = figures.curves(found)
-    drawing.figure.update_yaxes(range=[0, 1])
-    return drawing
-
-
-def of_tokens(column: str, x: str) -> Draw:
-    """Distribution of a token column by the sign of the advantage."""
-
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
-        found = []
-        for at, (group, frame) in enumerate(_frames(groups, step)):
-            if not tokens.has(frame, column, "sign"):
-                continue
-            for sign, name in SIGNS.items():
-                value = np.asarray(frame[column][(frame["sign"] == sign) & frame[column].notna()], float)
-                shade = SIGN_COLOUR[name] if len(groups) == 1 else figures.colour(at)
-                style = "solid" if len(groups) == 1 or sign > 0 else "dot"
-                if len(value):
-                    found.append((_signed(group, name, groups), shade, style, value))
-        return figures.histograms(found, x=x) if found else None
-
-    return draw
-
-
-def of_categories(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
-        for name, rows in tokens.category_mass(frame).items():
-            shade = SIGN_COLOUR[name] if len(groups) == 1 else figures.colour(at)
-            if len(groups) == 1 or name == "positive":
-                found.append((_signed(group, name, groups), shade, rows))
-    return figures.bars(found, y="share of |credit|") if found else None
-
-
-def of_flips(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    """Flip rate by sign over the steps that have a ledger."""
-    figure, keys = figures.blank("rollout batch", "share of tokens"), []
-    for at, group in enumerate(groups):
-        by_step = _ledger_rows(group, tokens.flip_rates)
-        for k, name in enumerate(SIGNS.values()):
-            rows = {s: row for s, found in by_step.items() for row in found if row.label == name and np.isfinite(row.value.mean)}
-            if rows:
-                shade = SIGN_COLOUR[name] if len(groups) == 1 else figures.colour(at)
-                style = "solid" if len(groups) == 1 or k == 0 else "dot"
-                figures.add_interval_points(figure, list(rows), list(rows.values()), _signed(group, name, groups), shade, style)
-                keys.append(Key(_signed(group, name, groups), shade, style, with_interval(*list(rows.values())[-1].value)))
-    figure.update_yaxes(rangemode="tozero", tickformat=".0%")
-    return Drawing(figure, keys) if keys else None
-
-
-def of_changes(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
-        for name, rows in tokens.change_shares(frame).items():
-            shade = SIGN_COLOUR[name] if len(groups) == 1 else figures.colour(at)
-            if len(groups) == 1 or name == "positive":
-                found.append((_signed(group, name, groups), shade, rows))
-    return figures.bars(found, y="share of tokens") if found else None
-
-
-def of_prediction(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
-        seen = tokens.prediction(frame)
-        if seen is not None:
-            label = f"{group.label} step {frame.attrs['step']}"
-            text = f"r = {number(seen.correlation, 4)} over {seen.num_tokens:,} tokens"
-            xs, ys = seen.sample["predicted"].to_numpy(float), seen.sample["delta"].to_numpy(float)
-            found.append((label, figures.colour(at), xs, ys, text))
-    return figures.scatter(found, x="predicted change of the log-prob", y="actual change") if found else None
-
-
-def of_cancellation(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
-        rows = [row for row in tokens.cancellation_by_sharing(frame) if row.count]
-        if rows:
-            found.append((group.label, figures.colour(at), rows))
-    return figures.bars(found, y="mean cancellation") if found else None
-
-
-def of_keys(*names: tuple[str, str], zero: bool = True) -> Draw:
-    """Several keys of metrics.jsonl in one chart: (key, label). With several groups each gets a line a key."""
-
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
-        found = []
-        for group in groups:
-            for key, label in names:
-                c = curve(group, key)
-                if c is not None:
-                    found.append((label if len(groups) == 1 else f"{group.label}: {label}", c))
-        return figures.curves(found, zero=zero, markers=True) if found else None
-
-    return draw
+    needs: str = ""
 
 
 def draw(chart: Chart, groups: Sequence[Group], step: int | None = None) -> Drawing | None:
     """A chart of some groups of runs; ``step`` chooses the tokens table (the last one by default)."""
     return chart.draw(groups, step)
-
-
-def _frames(groups: Sequence[Group], step: int | None) -> list[tuple[Group, pd.DataFrame]]:
-    """The tokens of a step, pooled over the runs of each group; prompts of different runs stay apart."""
-    out = []
-    for group in groups:
-        found = [tokens.tokens_of(run, step) for run in group.runs]
-        parts = [frame.assign(group=_apart(frame, k)) for k, pair in enumerate(found) if pair is not None for _, frame in [pair]]
-        if parts:
-            pooled = pd.concat(parts, ignore_index=True)
-            pooled.attrs["step"] = next(pair[0] for pair in found if pair is not None)
-            out.append((group, pooled))
-    return out
-
-
-def _apart(frame: pd.DataFrame, run: int) -> pd.Series:
-    prompt = frame["group"] if "group" in frame else pd.Series(0, index=frame.index)
-    return prompt.fillna(-1).astype("int64") + run * 1_000_000
-
-
-def _ledger_rows(group: Group, number_of: Callable[[pd.DataFrame], list[Row]]) -> dict[int, list[Row]]:
-    """Rows of every step that has a tokens table; over seeds where there are several runs, else over prompts."""
-    steps = sorted({step for run in group.runs for step in run.steps("tokens")})
-    picked = [steps[k] for k in sorted({round(x) for x in np.linspace(0, len(steps) - 1, min(len(steps), MAX_LEDGER_STEPS))})]
-    out: dict[int, list[Row]] = {}
-    for step in picked:
-        found = [number_of(pair[1]) for run in group.runs if (pair := _tokens_at(run, step)) is not None]
-        found = [rows for rows in found if rows]
-        if found:
-            out[step] = found[0] if len(found) == 1 else [_over_runs(list(rows)) for rows in zip(*found)]
-    return out
-
-
-def _tokens_at(run: RunFolder, step: int) -> tuple[int, pd.DataFrame] | None:
-    return tokens.tokens_of(run, step) if step in run.steps("tokens") else None
-
-
-def _over_runs(rows: list[Row]) -> Row:
-    values = [row.value.mean for row in rows]
-    interval = Interval(float(np.mean(values)), min(values), max(values)) if len(values) == 2 else over_seeds(values)
-    return Row(rows[0].label, interval, sum(row.count for row in rows))
-
-
-def _band(low: Curve, high: Curve) -> Curve:
-    return Curve(low.step, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
-
-
-def _signed(group: Group, sign: str, groups: Sequence[Group]) -> str:
-    return f"{sign} advantage" if len(groups) == 1 else f"{group.label}, {sign}"
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -214,12 +58,13 @@ CHARTS: tuple[Chart, ...] = (
         "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds for three or more (two: their range).",
         of_evals,
         is_wide=True,
+        needs="eval.every in the recipe",
     ),
     Chart(
         "reward",
         "learning",
         "Training reward",
-        "Should rise; a jagged line is the noise of a small batch, a fall is instability.",
+        "Should rise; a jagged line is the noise of a small batch, a lasting fall is instability.",
         "Mean of the grader's number over all rollouts of a batch.",
         of_metric("reward/mean"),
     ),
@@ -285,7 +130,7 @@ CHARTS: tuple[Chart, ...] = (
         "Where the credit goes",
         "Credit on template tokens teaches format; credit on numbers and reasoning words teaches the task.",
         "Share of the sum of |credit| by token category, within the tokens of one sign. Whiskers: 95% bootstrap over prompts.",
-        of_categories,
+        of_signed_bars(tokens.category_mass, "share of |credit|"),
         is_wide=True,
     ),
     Chart(
@@ -303,14 +148,15 @@ CHARTS: tuple[Chart, ...] = (
         "Boosted and suppressed",
         "If good and bad answers show like shares, the update does not tell them apart token by token.",
         "Share of tokens whose log-prob rose, fell, or stayed within the noise floor, by the sign of the advantage, at the last ledger step.",
-        of_changes,
+        of_signed_bars(tokens.change_shares, "share of tokens"),
     ),
     Chart(
         "predicted",
         "ledger",
         "Predicted against actual change",
         "Points on the dotted line: the first-order account explains the update, so its parts can be trusted.",
-        "Predicted: first-order change along the actual parameter difference. r: Pearson's correlation over all tokens; points: a sample.",
+        "Predicted: first-order change of the log-prob along the step that the parameters took. r: Pearson's correlation over all tokens, "
+        "95% bootstrap over prompts; points: a sample.",
         of_prediction,
     ),
     Chart(
@@ -318,20 +164,26 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Cancellation by sharedness",
         "Tokens that good and bad answers share should cancel (high); tokens of one side should not (low).",
-        "1 - |sum of the classes' parts| / sum of |parts|, mean over tokens; shared means the same prompt, prefix and token.",
+        "1 - |sum of the parts| / sum of |parts|, a part being what positive, negative or other rollouts did to the token; mean over tokens, "
+        "95% bootstrap over prompts. Shared: the same prompt, the same tokens so far, the same token.",
         of_cancellation,
+        needs="ledger.decompose in the recipe",
     ),
     Chart(
         "residuals",
         "ledger",
         "What is left at shared tokens",
-        "0 means that tokens which good and bad answers share cancel; the other lines say which part of the method broke that.",
-        "|sum of A alpha| / sum of |A alpha| over the rollouts of a shared trie node, mean over nodes; the others: what each adds.",
-        of_keys(
+        "0: what good and bad answers share cancels; 1: nothing of it does. The other lines say which part of the method broke it.",
+        "At a token that rollouts of both signs share: |sum of their coefficients| / sum of |coefficients| (coefficient: what multiplies the "
+        "token's gradient), mean over such tokens; band: 95% bootstrap over prompts. From ...: what the residual loses with that cause off.",
+        of_ledger(
+            "residual",
             ("ledger/residual/full", "residual"),
-            ("ledger/residual/coupling", "from coupling"),
-            ("ledger/residual/clip", "from the clip"),
-            ("ledger/residual/length", "from the length"),
+            also=(
+                ("ledger/residual/coupling", "from weights of the loss"),
+                ("ledger/residual/clip", "from the clip"),
+                ("ledger/residual/length", "from the length"),
+            ),
         ),
     ),
     Chart(
@@ -339,8 +191,10 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Learning tax",
         "Change where all answers agree is paid for nothing; change at the forks is what learning is for.",
-        "KL(after || before) of an optimizer step, mean over tokens, by context: all rollouts or both signs take this token; forks: they part.",
-        of_keys(
+        "KL(after || before) of an optimizer step, in nats, mean over tokens by context: all rollouts, or both signs, take this token; forks: "
+        "they part here. Band: 95% bootstrap over prompts.",
+        of_ledger(
+            "tax",
             ("ledger/tax/shared", "shared by all"),
             ("ledger/tax/both_signs", "shared by both signs"),
             ("ledger/tax/discriminating", "forks"),
@@ -352,7 +206,7 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Learning tax so far",
         "The steeper the shared line against the forks, the more of the training went into what no answer needed changed.",
-        "The same KL summed over the optimizer steps that the ledger accounted for, since the start of the run.",
+        "The same KL summed over the optimizer steps that the ledger accounted for so far; intervals with several seeds only.",
         of_keys(
             ("ledger/tax/cumulative_shared", "shared by all"),
             ("ledger/tax/cumulative_both_signs", "shared by both signs"),
@@ -365,17 +219,18 @@ CHARTS: tuple[Chart, ...] = (
         "ledger",
         "Solution drift",
         "Moves among equally correct solutions: taste, not skill. A method that only removes errors stays near 0.",
-        "Mean over a frozen bank of prompts of |change of the log-odds between two verified solutions| since they were first scored.",
-        of_keys(
-            ("ledger/drift/log_odds_change", "log-odds change"),
-        ),
+        "Mean over a frozen bank of prompts of |change of the log-odds between two verified solutions| since they were first scored; "
+        "intervals with several seeds only.",
+        of_keys(("ledger/drift/log_odds_change", "log-odds change")),
+        needs="ledger.bank in the recipe, and prompts with two verified solutions",
     ),
     Chart(
         "shared_entropy",
         "ledger",
         "Entropy of shared and other tokens",
         "Entropy that falls at shared tokens closes paths that no answer needed closed.",
-        "Mean entropy of the policy, in nats, at tokens that two or more rollouts share and at the others.",
-        of_keys(("ledger/entropy/shared", "shared"), ("ledger/entropy/other", "not shared")),
+        "Mean entropy of the policy, in nats, at tokens that two or more rollouts with an advantage share and at the others. Band: 95% "
+        "bootstrap over prompts.",
+        of_ledger("entropy", ("ledger/entropy/shared", "shared"), ("ledger/entropy/other", "not shared")),
     ),
 )

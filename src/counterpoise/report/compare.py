@@ -13,6 +13,7 @@ import pandas as pd
 from counterpoise.report.folder import RunFolder
 from counterpoise.report.groups import Group, eval_series
 from counterpoise.report.stats import NONE, Interval, Paired, first_at_least, over_seeds, paired_bootstrap, welch
+from counterpoise.report.text import visible
 
 ACCURACY = "eval/accuracy"
 LAST = 10  # a training metric's final value is the mean of so many last steps
@@ -139,7 +140,9 @@ def _baseline(groups: Sequence[Group], label: str | None) -> Group:
             return group
     known = [group.label for group in groups]
     close = difflib.get_close_matches(label, known, 1)
-    raise ValueError(f"compare: no group {label!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(known)}.")
+    raise ValueError(
+        f"compare: no group {label!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known: {visible(', '.join(known))}."
+    )
 
 
 def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
@@ -173,7 +176,10 @@ def _tokens_until(run: RunFolder, step: int, metric: str) -> float:
 
 
 def _range(values: list[float]) -> Interval:
-    return Interval(float(np.mean(values)), min(values), max(values)) if values else NONE
+    """Mean, least and most; of a single run its value alone."""
+    if not values:
+        return NONE
+    return Interval(float(np.mean(values)), *((min(values), max(values)) if len(values) > 1 else (math.nan, math.nan)))
 
 
 def _series(run: RunFolder, metric: str) -> pd.Series:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from counterpoise.report.folder import RunFolder
-from counterpoise.report.stats import NONE, Interval, by_cluster, over_clusters
+from counterpoise.report.stats import NONE, Interval, by_cluster, correlation_by_cluster, over_clusters
 
 Frame = Any  # a pandas.DataFrame; type checkers take its boolean selections for something else
 COLUMNS = (
@@ -33,6 +33,13 @@ COLUMNS = (
     "coupling",
     "cancellation",
     "entropy",
+    "kl",
+    "is_fully_shared",
+    "is_fork",
+    "node",
+    "optimizer_step",
+    "coef",
+    "scale",
 )
 TEXTS = ("text", "change", "category")
 SIGNS = {1: "positive", -1: "negative"}
@@ -133,22 +140,20 @@ def cancellation_by_sharing(frame: Frame) -> list[Row]:
 
 
 class Prediction(NamedTuple):
-    """Predicted against actual change: the correlation and a sample of tokens for the eye."""
+    """Predicted against actual change: the correlation over all tokens and a sample of them for the eye."""
 
-    correlation: float
+    correlation: Interval
     num_tokens: int
     sample: Frame
 
 
 def prediction(frame: Frame, size: int = 1500) -> Prediction | None:
     """Pearson correlation of ``predicted`` and ``delta`` over all tokens; the sample is an even draw by position in the table."""
-    if not has(frame, "predicted", "delta"):
+    if not has(frame, "predicted", "delta", "group"):
         return None
     both = frame[frame["predicted"].notna() & frame["delta"].notna()]
-    varies = len(both) > 1 and both["predicted"].std() > 0 and both["delta"].std() > 0
-    correlation = float(np.corrcoef(both["predicted"], both["delta"])[0, 1]) if varies else float("nan")
     pick = np.unique(np.linspace(0, len(both) - 1, min(size, len(both))).astype(int))
-    return Prediction(correlation, len(both), both.iloc[pick])
+    return Prediction(correlation_by_cluster(both["predicted"], both["delta"], both["group"]), len(both), both.iloc[pick])
 
 
 class TopToken(NamedTuple):

@@ -51,7 +51,7 @@ def write_export(run: RunFolder, out: Path, steps: Sequence[int], prompts: int |
 def page(embedded: dict[str, Any]) -> str:
     """The viewer's page with scripts, styles and data in it."""
     script, style = bundle(), asset("tokens.css") + asset("viewer.css")
-    rules = policy(scripts=[script], styles=[style])
+    rules = policy(scripts=[script], styles=[style]) + "; require-trusted-types-for 'script'; trusted-types 'none'"
     html = asset("viewer.html")
     html = html.replace('<link rel="stylesheet" href="assets/tokens.css">\n', "")
     html = html.replace('<link rel="stylesheet" href="assets/viewer.css">', f"<style>{style}</style>")

@@ -26,7 +26,8 @@ AXES = {
     "controller": "what changes over steps",
 }
 SETTINGS = ("model", "task", "num_steps", "rollouts", "optimizer", "eval", "ledger", "lora")
-NOT_IN_FILES = "as the preset sets it"
+NOT_IN_FILES = "not in the files"
+BY_PRESET = "preset"
 
 
 class Table(NamedTuple):
@@ -64,7 +65,7 @@ def settings_table(groups: Sequence[Group]) -> Table:
         if any(values):
             rows.append([name, *(value or "–" for value in values)])
     rows.append(["seeds", *(", ".join(_setting(seed_of(run)) or "–" for run in group.runs) for group in groups)])
-    rows.append(["steps done", *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups)])
+    rows.append(["batches done", *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups)])
     return Table(["setting", *(group.label for group in groups)], rows, [""] * len(rows), merge=True)
 
 
@@ -112,7 +113,7 @@ def _reward_tile(runs: list[RunFolder]) -> Tile | None:
     if not found:
         return None
     last = over_seeds([s.iloc[-10:].mean() for s in found]) if len(found) > 1 else over_seeds(list(found[0].iloc[-10:]))
-    kind = _of_seeds(found) or ", interval over steps"
+    kind = _of_seeds(found) or ", interval over them"
     return Tile("training reward", with_interval(*last), f"last {min(10, len(found[0]))} batches{kind}")
 
 
@@ -121,8 +122,15 @@ def _flip_tile(runs: list[RunFolder]) -> Tile | None:
     rows = [row for row in flip_rates(found[1]) if row.count] if found else []
     if not found or not rows:
         return None
-    note = f"of {' / '.join(row.label for row in rows)} rollouts, batch {found[0]}"
-    return Tile("flipped tokens", " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows), note)
+    note = " / ".join(f"{row.label}{_percents(row.value)}" for row in rows)
+    of_run = f" of {runs[0].name}" if len(runs) > 1 else ""
+    return Tile(
+        "flipped tokens", " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows), f"{note} rollouts, batch {found[0]}{of_run}"
+    )
+
+
+def _percents(value: Interval) -> str:
+    return f" [{100 * value.low:.0f}, {100 * value.high:.0f}]" if math.isfinite(value.low) else ""
 
 
 def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
@@ -131,7 +139,7 @@ def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
         return None
     seconds = [_seconds(run.timing) for run in runs]
     known = [s for s in seconds if s > 0]
-    note = f"{sum(known) / 60:.1f} minutes" if known else ""
+    note = f"in {sum(known) / 60:.1f} minutes" if known else ""
     return Tile("tokens sampled", f"{int(sum(totals)):,}", note)
 
 
@@ -148,26 +156,39 @@ def _of_seeds(series: Sequence[Any]) -> str:
 
 
 def _axis(run: RunFolder, axis: str) -> str:
+    """A stage from the manifest; of older runs from the config, then from the installed preset of that name."""
     resolved, asked = run.manifest.get("method"), run.config.get("method")
-    if isinstance(resolved, dict) and axis in resolved:
-        return _stage(resolved[axis], axis)
-    if isinstance(asked, dict) and axis in asked:
-        return _stage(asked[axis], axis)
-    return NOT_IN_FILES if run.config or run.manifest else "unknown"
+    for found in (resolved, asked):
+        if isinstance(found, dict) and axis in found:
+            return _stage(found[axis], axis)
+    name = asked.get("name") if isinstance(asked, dict) else asked
+    preset = _preset(name) if isinstance(name, str) else {}
+    return f"{_stage(preset[axis], axis)} ({BY_PRESET})" if axis in preset else NOT_IN_FILES
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """The axes of a preset as literals: nothing that a config names is imported."""
+    try:
+        from counterpoise.presets import DEFAULT, PRESETS
+    except ImportError:  # reports are made on machines without torch too
+        return {}
+    return DEFAULT | PRESETS[name][2] if name in PRESETS else {}
 
 
 def _stage(value: Any, axis: str) -> str:
     if isinstance(value, list):
         return " → ".join(_stage(one, axis) for one in value) if value else "uniform" if axis == "credit" else "none"
-    if isinstance(value, dict):
-        settings = ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 20) if key != "name")
-        return f"{value.get('name', '')} ({settings})" if settings else str(value.get("name", ""))
-    return "none" if value is None else str(value)
+    return "none" if value is None else _setting(value)
 
 
 def _setting(value: Any) -> str:
+    """A setting in words: ``name (key value, ...)`` for what has a name, ``key value, ...`` for the rest."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40) if v is not None)
+        rest = ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40) if key != "name" and v is not None)
+        name = _setting(value.get("name"))
+        return f"{name} ({rest})" if name and rest else name or rest
+    if isinstance(value, list) and len(value) == 1:
+        return _setting(value[0])
     if value is None:
         return ""
     return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 400)

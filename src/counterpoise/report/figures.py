@@ -17,17 +17,29 @@ from counterpoise.report.text import chart_label, number, with_interval
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B58900", "#56B4E9", "#6F4E7C", "#7F7F7F")
 DASHES = ("solid", "dash", "dot", "dashdot")
 SIGN_COLOUR = {"positive": "#0072B2", "negative": "#D55E00"}
+SIGN_DASH = {"positive": "solid", "negative": "dash"}
 NEUTRAL = "#8A939E"
 LAST = 10
+MAX_BANDS = 4
 
 
 class Key(NamedTuple):
-    """A line of a chart's legend: what the mark stands for and its number."""
+    """A line of a chart's legend: what the mark stands for and its number. ``mark`` is a dash, ``bar``, ``hollow`` or ``point``."""
+
+    label: str
+    colour: str
+    mark: str
+    text: str
+
+
+class Line(NamedTuple):
+    """A line over steps whose points carry intervals."""
 
     label: str
     colour: str
     dash: str
-    text: str
+    steps: list[int]
+    rows: list[Row]
 
 
 class Drawing(NamedTuple):
@@ -72,7 +84,6 @@ def curves(
 ) -> Drawing:
     """Lines over steps with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
-    biggest = max(float(np.nanmax(np.abs(curve.mean))) for _, curve in found)
     for at, (_, curve) in enumerate(found):
         _add_band(figure, curve.step, curve.low, curve.high, colour(at))
     for at, (label, curve) in enumerate(found):
@@ -85,35 +96,54 @@ def curves(
             _add_line(figure, curve.step, curve.mean, {**line, "width": 0.8}, opacity=0.45)
         mode = "lines+markers" if markers or len(curve.mean) == 1 else "lines"
         main = curve.mean if smooth is None else smooth
-        _add_line(figure, curve.step, main, {**line, "width": 2}, name=chart_label(label), mode=mode)
-        keys.append(Key(label, colour(at), dash(at), _last(curve, biggest)))
+        _add_line(
+            figure, curve.step, main, {**line, "width": 2}, name=chart_label(label), mode=mode, low=curve.low, high=curve.high
+        )
+        keys.append(Key(label, colour(at), dash(at), _last(curve)))
+    _pad_x(figure, [curve.step for _, curve in found])
     if zero:
         figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
 
-def bars(found: Sequence[tuple[str, str, Sequence[Row]]], *, y: str = "") -> Drawing:
-    """Groups of bars with intervals: (label, colour, rows); rows of equal label stand together."""
+def lines(found: Sequence[Line], *, x: str = "rollout batch", y: str = "") -> Drawing:
+    """Lines from 0 whose points carry intervals, with the last value in the legend; bands of many lines would hide each other."""
+    figure = blank(x, y)
+    value = [np.array([row.value for row in line.rows], float).T for line in found]
+    for line, (_, low, high) in zip(found, value if len(found) <= MAX_BANDS else []):
+        _add_band(figure, np.array(line.steps), low, high, line.colour)
+    for line, (mean, low, high) in zip(found, value):
+        style = {"color": line.colour, "width": 2, "dash": line.dash}
+        name = chart_label(line.label)
+        _add_line(figure, np.array(line.steps), mean, style, name=name, mode="lines+markers", low=low, high=high)
+    biggest = max(map(size_of, found))
+    keys = [Key(line.label, line.colour, line.dash, _last_row(line, biggest)) for line in found]
+    _pad_x(figure, [np.array(line.steps) for line in found])
+    figure.update_yaxes(rangemode="tozero")
+    return Drawing(figure, keys)
+
+
+def size_of(line: Line) -> float:
+    """The largest absolute value of a line."""
+    return max(abs(row.value.mean) for row in line.rows)
+
+
+def bars(found: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") -> Drawing:
+    """Groups of bars with intervals: (label, colour, bar or hollow, rows); rows of equal label stand together."""
     figure, keys = blank(y=y), []
-    for label, shade, rows in found:
+    for label, shade, mark, rows in found:
         mean, low, high = (np.array(column, float) for column in zip(*(row.value for row in rows)))
+        whisker = {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": NEUTRAL}
         figure.add_bar(
             x=[chart_label(row.label) for row in rows],
             y=mean,
             name=chart_label(label),
-            marker={"color": shade, "line": {"width": 0}},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": high - mean,
-                "arrayminus": mean - low,
-                "thickness": 1.2,
-                "width": 3,
-                "color": NEUTRAL,
-            },
-            hovertemplate="%{y:.4g}<extra>%{fullData.name}</extra>",
+            marker={"color": _faint(shade, 0.25) if mark == "hollow" else shade, "line": {"width": 1.5, "color": shade}},
+            error_y={**whisker, "array": high - mean, "arrayminus": mean - low},
+            customdata=_bounds_text(low, high),
+            hovertemplate="%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
         )
-        keys.append(Key(label, shade, "bar", f"{sum(row.count for row in rows):,} tokens"))
+        keys.append(Key(label, shade, mark, f"{sum(row.count for row in rows):,} tokens"))
     figure.update_layout(barmode="group")
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
@@ -127,8 +157,8 @@ def histograms(found: Sequence[tuple[str, str, str, np.ndarray]], *, x: str, bin
     low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
     edges = np.linspace(low, high, bins + 1)
     for label, shade, style, value in found:
-        share = np.histogram(np.clip(value, low, high), edges)[0] / max(1, len(value))
-        centre = (edges[1:] + edges[:-1]) / 2
+        share = np.r_[0, np.histogram(np.clip(value, low, high), edges)[0] / max(1, len(value)), 0]
+        centre = np.r_[1.5 * edges[0] - 0.5 * edges[1], (edges[1:] + edges[:-1]) / 2, 1.5 * edges[-1] - 0.5 * edges[-2]]
         line = {"color": shade, "width": 1.6, "dash": style, "shape": "hvh"}
         figure.add_scatter(
             x=centre,
@@ -156,27 +186,27 @@ def scatter(found: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x:
         marker = {"color": shade, "size": 4, "opacity": 0.5, "line": {"width": 0}}
         template = "predicted %{x:.3g}<br>actual %{y:.3g}<extra>%{fullData.name}</extra>"
         figure.add_scatter(x=xs, y=ys, mode="markers", marker=marker, name=chart_label(label), hovertemplate=template)
-        keys.append(Key(label, shade, "dot", text))
+        keys.append(Key(label, shade, "point", text))
     figure.update_layout(hovermode="closest")
     figure.update_xaxes(range=[low - pad, high + pad], showgrid=True)
     figure.update_yaxes(range=[low - pad, high + pad])
     return Drawing(figure, keys)
 
 
-def add_interval_points(
-    figure: go.Figure, steps: Sequence[int], rows: Sequence[Row], label: str, shade: str, style: str = "solid"
-) -> None:
-    """A line over steps whose points carry intervals."""
-    mean, low, high = (np.array(column, float) for column in zip(*(row.value for row in rows)))
-    _add_band(figure, np.array(steps), low, high, shade)
-    line = {"color": shade, "width": 2, "dash": style}
-    _add_line(figure, np.array(steps), mean, line, name=chart_label(label), mode="lines+markers")
-
-
 def _add_line(
-    figure: go.Figure, x: np.ndarray, y: np.ndarray, line: dict, *, name: str = "", mode: str = "lines", opacity: float = 1.0
+    figure: go.Figure,
+    x: np.ndarray,
+    y: np.ndarray,
+    line: dict,
+    *,
+    name: str = "",
+    mode: str = "lines",
+    opacity: float = 1.0,
+    low: np.ndarray | None = None,
+    high: np.ndarray | None = None,
 ) -> None:
-    hover = {"hovertemplate": "%{y:.4g}<extra>%{fullData.name}</extra>"} if name else {"hoverinfo": "skip"}
+    hover = {"hovertemplate": "%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>"} if name else {"hoverinfo": "skip"}
+    bounds = _bounds_text(low, high) if low is not None and high is not None else [""] * len(x)
     figure.add_scatter(
         x=x,
         y=y,
@@ -187,8 +217,21 @@ def _add_line(
         showlegend=bool(name),
         opacity=opacity,
         connectgaps=True,
+        customdata=bounds if name else None,
         **hover,
     )
+
+
+def _bounds_text(low: np.ndarray, high: np.ndarray) -> list[str]:
+    """The interval as a hover shows it; empty where there is none."""
+    return [f" [{a:.3g}, {b:.3g}]" if np.isfinite(a) and np.isfinite(b) else "" for a, b in zip(low, high)]
+
+
+def _pad_x(figure: go.Figure, steps: Sequence[np.ndarray]) -> None:
+    """Room at both ends, so that a first label at 0 does not meet that of the other axis."""
+    low, high = (float(pick([pick(step) for step in steps])) for pick in (min, max))
+    pad = max(0.02 * (high - low), 0.15)
+    figure.update_xaxes(range=[low - pad, high + pad])
 
 
 def _add_band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarray, shade: str) -> None:
@@ -200,16 +243,16 @@ def _add_band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarra
     figure.add_scatter(**around, fill="toself", fillcolor=_faint(shade), mode="none", hoverinfo="skip", showlegend=False)
 
 
-def _last(curve: Curve, biggest: float) -> str:
-    """The last value with its interval; of one run without intervals the mean of its last batches, with the interval over them.
-
-    Beside curves whose values reach ``biggest``, rounding errors are 0.
-    """
-    if np.nanmax(np.abs(curve.mean)) < 1e-5 * biggest:
-        return "0"
+def _last(curve: Curve) -> str:
+    """The last value with its interval; of one run without intervals the mean of its last batches, with the interval over them."""
     if np.isfinite(curve.low[-1]) or len(curve.mean) < LAST:
         return with_interval(float(curve.mean[-1]), float(curve.low[-1]), float(curve.high[-1]))
     return f"{with_interval(*over_seeds(list(curve.mean[-LAST:])))} last {LAST}"
+
+
+def _last_row(line: Line, biggest: float) -> str:
+    """The last value with its interval. Beside lines whose values reach ``biggest``, rounding errors are 0."""
+    return "0" if size_of(line) < 1e-5 * biggest else with_interval(*line.rows[-1].value)
 
 
 def _faint(shade: str, alpha: float = 0.16) -> str:

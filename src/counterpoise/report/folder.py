@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from counterpoise.report.text import visible
 from counterpoise.schema import SCHEMA_VERSION
 
 STEP_FILE = re.compile(r"step_(\d+)\.(?:parquet|json)")
@@ -33,6 +34,7 @@ class RunFolder:
     timing: pd.DataFrame
     evals: list[dict[str, Any]]
     problems: list[str]
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -78,9 +80,16 @@ class RunFolder:
         found = _read_json(file, self.problems) if file else None
         return found if isinstance(found, dict) else None
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """``make()``, asked for once and kept: small results that several charts show."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
     def note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
+        """Remember a problem, once; names in it may come from the files, so what cannot be seen is made visible."""
+        if visible(problem) not in self.problems:
+            self.problems.append(visible(problem))
 
     def note_version(self, where: str, version: Any) -> None:
         """A problem if ``version`` is not the schema of this program."""
@@ -213,10 +222,10 @@ def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) ->
     frame = pd.DataFrame(rows)
     if frame.empty:
         return pd.DataFrame({"step": pd.Series(dtype="int64")})
-    numeric = frame.apply(lambda column: pd.to_numeric(column, errors="coerce"))
+    numeric: Any = frame.apply(lambda column: pd.to_numeric(column, errors="coerce"))
     is_last = ~numeric["step"].duplicated(keep="last")
     return numeric.loc[is_last].sort_values(by="step").reset_index(drop=True)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return visible((str(error).strip().splitlines() or [type(error).__name__])[0][:200])

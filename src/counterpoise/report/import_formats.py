@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from counterpoise.report.text import visible
+
 Encode = Callable[[str], tuple[list[int], list[str]]]
 
 
@@ -107,7 +109,7 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
         names = list(rewards) or _reward_columns(table)
         missing = [name for name in names if name not in table.column_names]
         if missing:
-            raise ValueError(f"import: {file} has no column {missing[0]!r}. It has: {', '.join(table.column_names)}.")
+            raise ValueError(f"import: {file} has no column {missing[0]!r}. It has: {visible(', '.join(table.column_names))}.")
         for row in table.to_pylist():
             text = _message_text(row["completion"])
             ids, texts = (encode or word_tokens)(text)
@@ -160,7 +162,7 @@ def _objects(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _need(where: str, row: Any, names: Sequence[str]) -> None:
     missing = [name for name in names if name not in row]
     if missing:
-        raise ValueError(f"import: {where} has no {', '.join(missing)}. It has: {', '.join(map(str, list(row)[:20]))}.")
+        raise ValueError(f"import: {where} has no {', '.join(missing)}. It has: {visible(', '.join(map(str, list(row)[:20])))}.")
 
 
 def _part(where: str, row: dict[str, Any], name: str, start: int, end: int) -> list[Any]:

@@ -21,6 +21,7 @@ from counterpoise.report.compare import Comparison, comparison
 from counterpoise.report.figures import Drawing
 from counterpoise.report.folder import RunFolder, open_run
 from counterpoise.report.groups import Group, grouped
+from counterpoise.report.stats import Interval
 from counterpoise.report.text import number, visible, with_interval
 
 SECTIONS = {
@@ -50,9 +51,7 @@ class Content(NamedTuple):
     cards: dict[str, list[Card]]
     absent: dict[str, list[str]]
     comparison: Comparison | None
-    plan: tuple[int, facts.Table] | None
-    tops: Any
-    samples: list[samples.SamplePrompt]
+    details: list[samples.Detail]
     problems: list[str]
 
 
@@ -75,8 +74,12 @@ def write_report(
 
 
 def default_path(runs: Sequence[RunFolder]) -> Path:
-    """Beside the runs: in the run itself, or in the folder that holds the first of several."""
-    return (runs[0].path if len(runs) == 1 else runs[0].path.parent) / "report" / "index.html"
+    """Beside the runs: in the run itself, or in the folder that holds the first of several. A link out of there is not followed."""
+    folder = runs[0].path if len(runs) == 1 else runs[0].path.parent
+    out = folder / "report" / "index.html"
+    if not out.parent.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"report: {str(out.parent)!r} is a link that leads elsewhere. Say where the page shall be with --out.")
+    return out
 
 
 def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: Any) -> Content:
@@ -95,11 +98,9 @@ def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: A
         axes=facts.axes_table(groups),
         settings=facts.settings_table(groups),
         cards={name: [Card(c, d) for c, d in drawn if d is not None and c.section == name] for name in SECTIONS},
-        absent={name: [c.title for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
+        absent={name: [_lack(c) for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
         comparison=compare,
-        plan=samples.plan_table(first) if len(groups) == 1 else None,
-        tops=samples.tops(first, step) if len(groups) == 1 else None,
-        samples=samples.sample_prompts(first, step) if len(groups) == 1 else [],
+        details=[samples.detail(group.label, group.runs[0], step, 3 if len(groups) == 1 else 1) for group in groups],
         problems=[f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems] + trouble,
     )
 
@@ -155,8 +156,12 @@ def _templates() -> jinja2.Environment:
     env = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    env.filters |= {"visible": visible, "number": number, "interval": lambda value: with_interval(*value), "data": _data}
+    env.filters |= {"visible": visible, "number": number, "interval": _interval, "data": _data}
     return env
+
+
+def _interval(value: Interval, scale: float | None = None) -> str:
+    return with_interval(*value, scale=scale)
 
 
 def _data(text: str) -> Markup:
@@ -167,6 +172,10 @@ def _data(text: str) -> Markup:
 def _style_ids(plotly: str) -> list[str]:
     """Ids under which the chart library would add style sheets for maps, which the policy forbids and no chart needs: taken beforehand."""
     return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
+
+
+def _lack(chart: charts.Chart) -> str:
+    return f"{chart.title} (needs {chart.needs})" if chart.needs else chart.title
 
 
 def _comparison(groups: Sequence[Group], compared: dict[str, Any]) -> tuple[Comparison | None, list[str]]:

@@ -37,15 +37,39 @@ class Sample(NamedTuple):
 
 
 class SamplePrompt(NamedTuple):
-    """A prompt with its best and its worst rollout, and what colours their tokens."""
+    """A prompt with its best and its worst rollout, what colours their tokens, and the number at which colours end."""
 
     step: int
     coloured_by: str
+    limit: float
     group: int
     prompt: str
     answer: str
     solved: str
     samples: list[Sample]
+
+
+class Tops(NamedTuple):
+    """Tokens with the largest and the smallest sum of credit in a step; ``scale`` is the largest bound of their means."""
+
+    step: int
+    up: list[TopToken]
+    down: list[TopToken]
+    scale: float
+
+
+class Detail(NamedTuple):
+    """What is shown of a group's first run: the last plan, the tokens with the most credit, samples."""
+
+    label: str
+    plan: tuple[int, Table] | None
+    tops: Tops | None
+    samples: list[SamplePrompt]
+
+
+def detail(label: str, run: RunFolder, step: int | None, num: int) -> Detail:
+    """Plan, top tokens and ``num`` sample prompts of a run."""
+    return Detail(label, plan_table(run), tops(run, step), sample_prompts(run, step, num))
 
 
 def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> list[SamplePrompt]:
@@ -94,13 +118,14 @@ def colour_limit(tokens: Frame, column: str) -> float:
     return float(np.quantile(tokens[column].abs().dropna(), 0.98)) if column else 1.0
 
 
-def tops(run: RunFolder, step: int | None = None) -> tuple[int, list[TopToken], list[TopToken]] | None:
+def tops(run: RunFolder, step: int | None = None) -> Tops | None:
     """The step, and its tokens with the largest and smallest sum of credit."""
     found = tokens_of(run, step)
-    if found is None:
+    up, down = top_tokens(found[1]) if found else ([], [])
+    if not found or not (up or down):
         return None
-    up, down = top_tokens(found[1])
-    return (found[0], up, down) if up or down else None
+    bounds = [abs(bound) for token in [*up, *down] for bound in token.mean_credit if np.isfinite(bound)]
+    return Tops(found[0], up, down, max(bounds, default=1.0))
 
 
 def plan_table(run: RunFolder) -> tuple[int, Table] | None:
@@ -128,6 +153,7 @@ def _prompt(step: int, rows: Frame, tokens: Frame | None, column: str) -> Sample
     first = rows.iloc[0]
     return SamplePrompt(
         step=step,
+        limit=colour_limit(tokens, column) if tokens is not None else 1.0,
         coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(column, ""),
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
@@ -170,7 +196,7 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
     tokens = f"{sum(map(len, rows['token_ids'])):,}" if "token_ids" in rows else "–"
-    advantage = number(float(rows["advantage"].sum())) if "advantage" in rows else "–"
+    advantage = number(float(rows["advantage"].sum()), scale=float(rows["advantage"].abs().sum())) if "advantage" in rows else "–"
     return [str(at), str(len(part)), str(rows["group"].nunique()), tokens, number(float((rows["reward"] > 0.5).mean())), advantage]
 
 

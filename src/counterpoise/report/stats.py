@@ -70,22 +70,20 @@ def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> In
     """Ratio of sums (a mean over tokens) with a bootstrap interval over prompts: tokens of one prompt are not independent.
 
     Args:
-        total_P: [P] sum of the value over each prompt's tokens.
-        count_P: [P] number of them.
+        total_P: [P] sum of the value over each prompt's tokens; [P, S] by optimizer step, then the mean over steps of each step's ratio.
+        count_P: the same shape, the number of tokens.
 
     >>> over_clusters(np.array([2.0, 4.0]), np.array([2, 4]))
     Interval(mean=1.0, low=1.0, high=1.0)
     """
-    total_P, count_P = np.asarray(total_P, float), np.asarray(count_P, float)
-    if count_P.sum() == 0:
+    if not np.sum(count_P):
         return NONE
-    mean = float(total_P.sum() / count_P.sum())
-    if len(total_P) < 2:
+    total_PS, count_PS = (np.asarray(x, float).reshape(len(x), -1) for x in (total_P, count_P))
+    mean = float(_mean_ratio(total_PS.sum(0)[None], count_PS.sum(0)[None])[0])
+    if len(total_PS) < 2:
         return Interval(mean, math.nan, math.nan)
-    draw_BP = np.random.default_rng(seed).multinomial(len(total_P), np.full(len(total_P), 1 / len(total_P)), RESAMPLES)
-    counts_B = draw_BP @ count_P
-    means_B = (draw_BP @ total_P)[counts_B > 0] / counts_B[counts_B > 0]
-    return Interval(mean, *_bounds(means_B))
+    draw_BP = _cluster_draws(len(total_PS), seed)
+    return Interval(mean, *_bounds(_mean_ratio(draw_BP @ total_PS, draw_BP @ count_PS)))
 
 
 def by_cluster(value: Any, cluster: Any, seed: int = 0) -> Interval:
@@ -95,6 +93,25 @@ def by_cluster(value: Any, cluster: Any, seed: int = 0) -> Interval:
     names, index = np.unique(cluster[keep], return_inverse=True)
     total_P = np.bincount(index, value[keep], minlength=len(names))
     return over_clusters(total_P, np.bincount(index, minlength=len(names)), seed)
+
+
+def correlation_by_cluster(x: Any, y: Any, cluster: Any, seed: int = 0) -> Interval:
+    """Pearson's correlation with a bootstrap interval over clusters; NaN where one side does not vary.
+
+    >>> correlation_by_cluster([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0], [0, 0, 1, 1]).mean
+    1.0
+    """
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    names, index = np.unique(np.asarray(cluster), return_inverse=True)
+    if len(x) == 0:
+        return NONE
+    # shift and unit do not change a correlation, and keep the sums below exact
+    x, y = ((v - v.mean()) / (np.abs(v - v.mean()).max() or 1.0) for v in (x, y))
+    moment_P6 = np.stack([np.bincount(index, v, len(names)) for v in (np.ones_like(x), x, y, x * x, y * y, x * y)], 1)
+    mean = float(_correlation(moment_P6.sum(0)[None])[0])
+    if len(names) < 2 or not math.isfinite(mean):
+        return Interval(mean, math.nan, math.nan)
+    return Interval(mean, *_bounds(_correlation(_cluster_draws(len(names), seed) @ moment_P6)))
 
 
 class Paired(NamedTuple):
@@ -151,6 +168,24 @@ def _resampled_means(value_SP: Sequence[np.ndarray], prompt_BP: np.ndarray | Non
     return by_seed_SB.T[np.arange(RESAMPLES)[:, None], seed_BS].mean(1)
 
 
+def _mean_ratio(total_BS: np.ndarray, count_BS: np.ndarray) -> np.ndarray:
+    """Mean over S of total / count where there is a count; draws without any are NaN."""
+    ratio_BS = np.where(count_BS > 0, total_BS / np.where(count_BS > 0, count_BS, 1), 0)
+    steps_B = (count_BS > 0).sum(1)
+    return np.where(steps_B > 0, ratio_BS.sum(1) / np.maximum(steps_B, 1), math.nan)
+
+
+def _correlation(moment_B6: np.ndarray) -> np.ndarray:
+    count, x, y, xx, yy, xy = moment_B6.T
+    spread = (count * xx - x * x) * (count * yy - y * y)
+    return np.where(spread > 0, (count * xy - x * y) / np.sqrt(np.where(spread > 0, spread, 1)), math.nan)
+
+
+def _cluster_draws(size: int, seed: int) -> np.ndarray:
+    """How often each cluster is drawn, [B, size]."""
+    return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES)
+
+
 def _t_quantile(freedom: int) -> float:
     return T_95[max(freedom, 1) - 1] if freedom <= len(T_95) else 1.96
 
@@ -160,5 +195,8 @@ def _draws(size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _bounds(means_B: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(means_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    known_B = means_B[np.isfinite(means_B)]
+    if not len(known_B):
+        return math.nan, math.nan
+    low, high = np.quantile(known_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -61,14 +61,14 @@ class StepTokens:
             elif name in self.names:
                 self._columns[name] = self._read(name)
             else:
-                raise ValueError(f"{self.run.name}: step {self.step} has no column {name!r}.")
+                raise ValueError(f"{self.run.name!r}: step {self.step} has no column {name!r}.")
         return self._columns[name]
 
     def span(self, group: int) -> slice:
         """Tokens of a prompt; ValueError if the step has no such prompt."""
         rows = np.flatnonzero(self.group_N == group)
         if not len(rows):
-            raise ValueError(f"{self.run.name}: step {self.step} has no prompt {group}.")
+            raise ValueError(f"{self.run.name!r}: step {self.step} has no prompt {group}.")
         return slice(int(self.start_N[rows[0]]), int(self.start_N[rows[-1] + 1]))
 
     def first(self, *names: str) -> np.ndarray:
@@ -119,7 +119,7 @@ def open_step(run: RunFolder, step: int) -> StepTokens:
         found = opened(run, step) if step in run.steps(folder) else None
         if found is not None:
             return found
-    raise ValueError(f"{run.name}: no readable tokens or rollouts of step {step}. {' '.join(run.problems)}".strip())
+    raise ValueError(f"{run.name!r}: no readable tokens or rollouts of step {step}. {' '.join(run.problems)}".strip())
 
 
 def _from_tokens(run: RunFolder, step: int) -> StepTokens | None:
@@ -135,7 +135,7 @@ def _from_tokens(run: RunFolder, step: int) -> StepTokens | None:
     def read(name: str) -> Column:
         found = run.table("tokens", step, [name])
         if found is None or found.num_rows != len(order_T):
-            raise ValueError(f"{run.name}: column {name!r} of step {step} cannot be read.")
+            raise ValueError(f"{run.name!r}: column {name!r} of step {step} cannot be read.")
         column = as_column(found.column(name))
         return column._replace(value_T=column.value_T[order_T])
 

@@ -44,8 +44,8 @@ def shortened(text: object, length: int) -> str:
 def number(value: float | None, digits: int = 3, scale: float | None = None) -> str:
     """A number for people: ``digits`` significant digits of the number itself, or of ``scale`` where several stand together.
 
-    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5), number(0.0021, scale=0.7)
-    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500', '0.002')
+    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5), number(-0.0001, scale=0.7)
+    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500', '0.000')
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -54,14 +54,17 @@ def number(value: float | None, digits: int = 3, scale: float | None = None) -> 
         return "0"
     if size < 1e-3:
         return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
+    places = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{round(value, places) + 0.0:,.{places}f}"  # + 0.0: no minus before a zero
 
 
-def with_interval(mean: float | None, low: float | None = None, high: float | None = None, digits: int = 3) -> str:
-    """``0.512 [0.470, 0.551]``; the mean alone where there is no interval."""
+def with_interval(
+    mean: float | None, low: float | None = None, high: float | None = None, digits: int = 3, scale: float | None = None
+) -> str:
+    """``0.512 [0.470, 0.551]``; the mean alone where there is no interval. ``scale`` as in ``number``."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        return number(mean, digits)
-    scale = max(abs(mean or 0.0), abs(low), abs(high))
+        return number(mean, digits, scale)
+    scale = max(abs(mean or 0.0), abs(low), abs(high)) if scale is None else scale
     return f"{number(mean, digits, scale)} [{number(low, digits, scale)}, {number(high, digits, scale)}]"
 
 

@@ -13,7 +13,7 @@ from counterpoise.report.steps import Column, StepTokens
 from counterpoise.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 
 DIVERGING = ("advantages", "delta", "predicted", "own", "coupling", "coef", "advantage")
-SEQUENTIAL = ("weights", "entropy", "confidence", "cancellation", "importance_ratio")
+SEQUENTIAL = ("weights", "entropy", "confidence", "cancellation", "importance_ratio", "kl")
 QUANTILE = 0.98  # colours saturate there
 PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}
 

@@ -13,14 +13,22 @@ def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
     known: dict[int, str] = {}
     tokenizer = tokenizer_file(run)
     if tokenizer is not None:
-        known = decoded(tokenizer, ids)
-    else:
+        known = _decoded(run, tokenizer, ids)
+    if not known:
         for step in run.steps("tokens")[-1:]:
             table = run.table("tokens", step, ("token_ids", "text"))
             if table is not None and {"token_ids", "text"} <= set(table.column_names):
                 pairs = table.group_by(["token_ids", "text"]).aggregate([]).to_pydict()
                 known = dict(zip(pairs["token_ids"], map(str, pairs["text"])))
     return [known.get(i, f"⟨{i}⟩") for i in ids]
+
+
+def _decoded(run: RunFolder, file: Path, ids: Sequence[int]) -> dict[int, str]:
+    try:
+        return decoded(file, ids)
+    except Exception as error:  # what tokenizers raises for a broken file has no narrower type
+        run.note(f"{file.name} cannot be read ({error}); token texts come from elsewhere.")
+        return {}
 
 
 def tokenizer_file(run: RunFolder) -> Path | None:

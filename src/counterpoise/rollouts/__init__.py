@@ -5,10 +5,11 @@ from counterpoise.rollouts.logp import TokenScores, logp_function, token_logp
 from counterpoise.rollouts.measure import MEASURED, measure
 from counterpoise.rollouts.models import Policy, add_lora, encode_prompts, load_model, locate
 from counterpoise.rollouts.pack import length_buckets
-from counterpoise.rollouts.sample import Rollouts, sample
+from counterpoise.rollouts.sample import SAMPLED, Rollouts, sample
 
 __all__ = [
     "MEASURED",
+    "SAMPLED",
     "Policy",
     "Rollouts",
     "TokenScores",

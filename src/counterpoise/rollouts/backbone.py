@@ -8,7 +8,7 @@ time a model is seen, three tokens go through the parts and through the model's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,12 @@ def backbone(model: Any) -> Backbone:
     if model not in _IS_PLAIN:
         _IS_PLAIN[model] = head is not None and _agrees(model, decoder, head)
     return Backbone(decoder, head if _IS_PLAIN[model] else None)
+
+
+def eager(model: nn.Module) -> Any:
+    """Compiled layers run uncompiled inside the block: forward mode does not go through them."""
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """A bare decoder for Llama, Qwen2 and Qwen3: fused matmuls over a static key-value cache whose grouped heads are never expanded.
 
 A row's keys live at their own positions (slot p holds position p), so prompts need no left padding and rows of any age share a batch.
-Weights are copied from the model into fused buffers at fixed addresses, so that a captured graph sees every update.
+Weights are copied from the model into fused buffers at fixed addresses, so that a captured graph sees every update. They are held
+[in, out]: views of the model's own on an accelerator where the dtype is equal, contiguous copies on a CPU, whose libraries would
+otherwise turn a weight around at every call.
 
 Axes: B rows, L cache slots, W prompt width, H query heads, K key-value heads, G = H / K, C head size, D hidden size, V vocabulary.
 """
@@ -35,12 +37,12 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All a decode step reads. ``head_VD`` is the embedding itself where they are tied and of one dtype."""
+    """All a decode step reads."""
 
     embed_VD: Tensor
     layers: tuple[Layer, ...]
     norm_D: Tensor
-    head_VD: Tensor
+    head_DV: Tensor
 
 
 class Shape(NamedTuple):
@@ -81,41 +83,46 @@ def shape_of(model: Any) -> Shape:
 def fused(model: Any, dtype: torch.dtype) -> Weights:
     """The model's weights in fused buffers of ``dtype``; norms and the embedding keep the model's dtype (the residual stream's)."""
     layers = tuple(_fused_layer(layer, dtype) for layer in model.model.layers)
-    embed_VD, head_VD = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-    return Weights(embed_VD, layers, model.model.norm.weight.detach(), head_VD if head_VD.dtype == dtype else head_VD.to(dtype))
+    embed_VD, norm_D = model.model.embed_tokens.weight.detach(), model.model.norm.weight.detach()
+    return Weights(embed_VD, layers, norm_D, _joined(dtype, model.lm_head)[0])
 
 
 def refresh(weights: Weights, model: Any) -> None:
     """Copy the model's present weights into the same buffers; views of the model's own tensors need no copy."""
-    dtype = weights.layers[0].qkv.dtype
+    dtype = weights.head_DV.dtype
     for kept, layer in zip(weights.layers, model.model.layers):
         for buffer, value in zip(kept, _fused_layer(layer, dtype)):
             if buffer is not None and value is not None and buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
-    if weights.head_VD.data_ptr() != model.lm_head.weight.data_ptr():
-        weights.head_VD.copy_(model.lm_head.weight)
+    if weights.head_DV.data_ptr() != model.lm_head.weight.data_ptr():
+        weights.head_DV.copy_(model.lm_head.weight.T)
 
 
 def _fused_layer(layer: Any, dtype: torch.dtype) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-
-    def joined(*parts: Any) -> tuple[Tensor, Tensor | None]:
-        weights = [part.weight for part in parts]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        biases = [part.bias for part in parts]
-        bias = None if biases[0] is None else torch.cat(biases).detach().to(dtype)
-        return weight.detach().to(dtype), bias
-
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return Layer(
-        *joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        *joined(attention.o_proj),
-        *joined(mlp.gate_proj, mlp.up_proj),
-        *joined(mlp.down_proj),
+        *_joined(dtype, attention.q_proj, attention.k_proj, attention.v_proj),
+        *_joined(dtype, attention.o_proj),
+        *_joined(dtype, mlp.gate_proj, mlp.up_proj),
+        *_joined(dtype, mlp.down_proj),
         layer.input_layernorm.weight.detach(),
         layer.post_attention_layernorm.weight.detach(),
         *(None if norm is None else norm.weight.detach() for norm in norms),
     )
+
+
+def _joined(dtype: torch.dtype, *parts: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [in, out] and bias of linear layers side by side."""
+    weights = [part.weight.detach() for part in parts]
+    weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(dtype).T
+    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts]).to(dtype)
+    return weight.contiguous() if weight.device.type == "cpu" else weight, bias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x W + b`` with a weight held [in, out]."""
+    return x @ weight if bias is None else x @ weight + bias
 
 
 def rotary(model: Any, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -148,40 +155,36 @@ def decode(
     position_B: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask_BL: Tensor,
-    cos_BC: Tensor,
-    sin_BC: Tensor,
+    cos_LC: Tensor,
+    sin_LC: Tensor,
 ) -> Tensor:
-    """The logits after one more token a row, [B, V] in the matmuls' dtype; its key and value go into the cache at ``position_B``.
+    """The final normed hidden states after one more token a row, [B, D] in the matmuls' dtype; keys and values go into the cache.
 
     The G query heads of a key-value head are taken as G query rows of one attention, so that keys are read once and never expanded.
 
     Args:
-        keys, values: [layers, B, K, L, C], written in place.
-        mask_BL: True on slots up to and including ``position_B``.
+        keys, values: [layers, B, K, L, C], written in place at ``position_B``, which is under L.
     """
     x_BD, row_B = F.embedding(token_B, weights.embed_VD), torch.arange(len(token_B), device=token_B.device)
     grouped = (len(token_B), shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_size)
+    is_seen_BL = torch.arange(keys.shape[3], device=token_B.device) <= position_B[:, None]
+    bias_B11L = torch.zeros_like(is_seen_BL, dtype=keys.dtype).masked_fill_(~is_seen_BL, float("-inf"))[:, None, None]
+    cos_B1C, sin_B1C = cos_LC[position_B][:, None], sin_LC[position_B][:, None]
     for number, layer in enumerate(weights.layers):
-        q, k, v = _heads(layer, shape, x_BD, cos_BC[:, None], sin_BC[:, None])
+        q, k, v = _heads(layer, shape, x_BD, cos_B1C, sin_B1C)
         keys[number][row_B, :, position_B] = k
         values[number][row_B, :, position_B] = v
-        seen = mask_BL.shape[1]
         mixed = F.scaled_dot_product_attention(
-            q.reshape(grouped),
-            keys[number][:, :, :seen],
-            values[number][:, :, :seen],
-            attn_mask=mask_BL[:, None, None],
-            scale=shape.scaling,
+            q.reshape(grouped), keys[number], values[number], attn_mask=bias_B11L, scale=shape.scaling
         )
         x_BD = _rest(layer, shape, x_BD, mixed.reshape(len(token_B), -1))
-    return F.linear(_norm(x_BD, weights.norm_D, shape.eps).to(weights.head_VD.dtype), weights.head_VD)
+    return _norm(x_BD, weights.norm_D, shape.eps).to(weights.head_DV.dtype)
 
 
 def _heads(layer: Layer, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries and keys, and values: [..., heads, C]."""
     h, k, size = shape.num_heads, shape.num_kv_heads, shape.head_size
-    qkv = F.linear(_norm(x, layer.input_norm, shape.eps).to(layer.qkv.dtype), layer.qkv, layer.qkv_bias)
+    qkv = linear(_norm(x, layer.input_norm, shape.eps).to(layer.qkv.dtype), layer.qkv, layer.qkv_bias)
     qkv = qkv.unflatten(-1, (h + 2 * k, size))
     query, key, value = qkv[..., :h, :], qkv[..., h : h + k, :], qkv[..., h + k :, :]
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -190,9 +193,9 @@ def _heads(layer: Layer, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor) -> t
 
 
 def _rest(layer: Layer, shape: Shape, x: Tensor, mixed: Tensor) -> Tensor:
-    x = x + F.linear(mixed, layer.out, layer.out_bias)
-    gate, up = F.linear(_norm(x, layer.middle_norm, shape.eps).to(layer.down.dtype), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    x = x + linear(mixed, layer.out, layer.out_bias)
+    gate, up = linear(_norm(x, layer.middle_norm, shape.eps).to(layer.down.dtype), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+    return x + linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

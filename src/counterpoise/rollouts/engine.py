@@ -8,8 +8,10 @@ Axes: N rollouts, T response tokens, B slots (rows in flight), L cache slots, P 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,10 +19,10 @@ import torch
 from torch import Tensor
 
 from counterpoise.rollouts.decoder import decode, fused, prefill, refresh, rotary, shape_of, why_not
-from counterpoise.rollouts.draw import argmax, draw, truncated
+from counterpoise.rollouts.draw import Draw, argmax, draw, truncated
 
 log = logging.getLogger("counterpoise.rollouts")
-COMPACT_FRAC = 0.75  # the batch shrinks once no more than this share of it is alive
+COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
 SYNC_STEPS = 16  # decode steps on an accelerator between two looks at who has stopped
 BUCKET = 64  # attention reads the cache up to a multiple of this
 PREFILL_TOKENS = 32768  # prompt tokens of one prefill pass
@@ -33,16 +35,24 @@ class Settings(NamedTuple):
     top_k: int
     stop_ids: tuple[int, ...]
     is_greedy: bool
+    has_hidden: bool = False
+    topk: int = 0
 
 
 class Columns(NamedTuple):
-    """What the engine fills, one row more than there are rollouts: slots without a rollout write into the last one."""
+    """What the engine fills, one row more than there are rollouts: slots without a rollout write into the last one.
+
+    Hidden states and candidates come from the pass that draws the token; their columns have no tokens where nobody asked for them.
+    """
 
     token_ids_NT: Tensor
     sampler_logp_NT: Tensor
     entropy_NT: Tensor
     length_N: Tensor
     uniform_NT: Tensor
+    hidden_NTD: Tensor
+    topk_ids_NTK: Tensor
+    topk_logp_NTK: Tensor
 
 
 class Slots(NamedTuple):
@@ -78,6 +88,8 @@ class Engine:
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.slots: Any = None
         self.columns: Any = None
+        self.decode: Callable[..., Tensor] = decode
+        self.kernels: ModuleType | None = None
 
     @torch.no_grad()
     def fill(self, model: Any, prompts: Sequence[Sequence[int]], uniform_NT: Tensor, settings: Settings, max_rows: int) -> Columns:
@@ -87,7 +99,7 @@ class Engine:
         with torch.autocast(device.type, enabled=False):
             self._load(model, dtype)
             self._reserve(model, min(max_rows, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens)
-            self._reserve_columns(len(prompts), settings.max_new_tokens, uniform_NT)
+            self._reserve_columns(len(prompts), settings, uniform_NT)
             self._run(prompts, settings)
         return self.columns
 
@@ -95,8 +107,19 @@ class Engine:
         if self.weights is None or self.weights.layers[0].qkv.dtype != dtype or self.weights.norm_D.device != model.device:
             self.weights, self.graphs = fused(model, dtype), {}
             self.keys = self.values = torch.empty(0)
+            self._choose_kernels(model.device, dtype)
         else:
             refresh(self.weights, model)
+
+    def _choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Triton's kernels where there is Triton, an NVIDIA or AMD device and a dtype they know; else torch alone."""
+        if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from counterpoise.rollouts import decoder_triton, kernels
+
+            if dtype in decoder_triton.DTYPES:
+                self.decode, self.kernels = decoder_triton.decode, kernels
+                return
+        self.decode, self.kernels = decode, None
 
     def _reserve(self, model: Any, num_slots: int, num_positions: int) -> None:
         """A cache of at least this size and slots for it; a captured graph is void once an address changes."""
@@ -112,16 +135,15 @@ class Engine:
             whole = torch.zeros(num_slots, dtype=torch.long, device=model.device)
             self.slots, self.graphs = Slots(whole, whole.clone(), whole.clone(), whole.clone(), whole.bool()), {}
 
-    def _reserve_columns(self, num_rows: int, num_tokens: int, uniform_NT: Tensor) -> None:
-        device, size = uniform_NT.device, (num_rows + 1, num_tokens)
-        if self.columns is None or self.columns.token_ids_NT.shape != size or self.columns.token_ids_NT.device != device:
-            self.columns = Columns(
-                token_ids_NT=torch.zeros(size, dtype=torch.long, device=device),
-                sampler_logp_NT=torch.zeros(size, device=device),
-                entropy_NT=torch.zeros(size, device=device),
-                length_N=torch.zeros(num_rows + 1, dtype=torch.long, device=device),
-                uniform_NT=torch.zeros(size, dtype=torch.float64, device=device),
-            )
+    def _reserve_columns(self, num_rows: int, settings: Settings, uniform_NT: Tensor) -> None:
+        size, device, weight_DV = (num_rows + 1, settings.max_new_tokens), uniform_NT.device, self.weights.head_DV
+        wide = (num_rows + 1, settings.max_new_tokens if settings.has_hidden else 0, weight_DV.shape[0])
+        best = (*size, settings.topk)
+        shapes = [size, size, size, size[:1], size, wide, best, best]
+        if self.columns is None or [tuple(c.shape) for c in self.columns] != shapes or self.columns.length_N.device != device:
+            whole, real, exact = torch.long, torch.float32, torch.float64
+            dtypes = [whole, real, real, whole, exact, weight_DV.dtype, whole, real]
+            self.columns = Columns(*(torch.zeros(s, dtype=d, device=device) for s, d in zip(shapes, dtypes)))
             self.graphs = {}
         if uniform_NT.shape[1]:
             self.columns.uniform_NT[:-1].copy_(uniform_NT)
@@ -154,10 +176,16 @@ class Engine:
                 return
             elif not waiting and num_alive <= num_slots * COMPACT_FRAC:
                 num_slots = self._compact(num_alive, num_slots)
-            top = int(self.slots.position_B[:num_slots].max()) + sync_steps
-            seen = min(-(-top // BUCKET) * BUCKET, self.keys.shape[3])
+            seen = self._seen(num_slots, sync_steps)
             for _ in range(sync_steps):
                 self._step(num_slots, seen, settings)
+
+    def _seen(self, num_slots: int, num_steps: int) -> int:
+        """Cache slots that the next steps must look at; few different numbers where every one is a graph."""
+        if self.kernels is not None:  # their attention ends at a row's own position
+            return self.keys.shape[3]
+        top = int(self.slots.position_B[:num_slots].max()) + num_steps
+        return top if self.keys.device.type == "cpu" else min(-(-top // BUCKET) * BUCKET, self.keys.shape[3])
 
     def _admit(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
         """Read the distinct prompts of these rows and put each row into a free slot."""
@@ -185,15 +213,16 @@ class Engine:
         slots.alive_B[slot_R] = True
 
     def _compact(self, num_alive: int, num_slots: int) -> int:
-        """Move the living to the front; the batch shrinks to the next power of two (any number on a CPU)."""
+        """Living rows from beyond the new end fill the gaps before it; the batch shrinks to the next power of two (any number on a CPU)."""
         size = num_alive if self.keys.device.type == "cpu" else min(num_slots, max(8, 1 << (num_alive - 1).bit_length()))
         if size >= num_slots:
             return num_slots
-        order_B = self.slots.alive_B[:num_slots].long().argsort(descending=True, stable=True)[:size]
+        from_R = self.slots.alive_B[size:num_slots].nonzero()[:, 0] + size
+        to_R = (~self.slots.alive_B[:size]).nonzero()[: len(from_R), 0]
         for column in self.slots:
-            column[:size] = column[order_B]
-        self.keys[:, :size] = self.keys[:, order_B]
-        self.values[:, :size] = self.values[:, order_B]
+            column[to_R] = column[from_R]
+        self.keys[:, to_R] = self.keys[:, from_R]
+        self.values[:, to_R] = self.values[:, from_R]
         return size
 
     def _step(self, num_slots: int, seen: int, settings: Settings) -> None:
@@ -206,7 +235,7 @@ class Engine:
 
     def _captured(self, num_slots: int, seen: int, settings: Settings) -> Any:
         """A graph of one step; the state it starts from is put back after the warm-up that capturing needs."""
-        state = (*self.slots, *self.columns[:4])
+        state = (*self.slots, *self.columns)
         kept = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -223,18 +252,17 @@ class Engine:
     def _decode(self, num_slots: int, seen: int, settings: Settings) -> None:
         """One token for every slot, all in place."""
         token_B, position_B, age_B, row_B, alive_B = (column[:num_slots] for column in self.slots)
-        columns, keys, values = self.columns, self.keys[:, :num_slots], self.values[:, :num_slots]
-        mask_BL = torch.arange(seen, device=token_B.device) <= position_B[:, None]
-        turn = self.cos[position_B], self.sin[position_B]
-        logits_BV = decode(self.weights, self.shape, token_B, position_B, keys, values, mask_BL, *turn)
-        logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / settings.temperature
-        if settings.is_greedy:
-            drawn = argmax(logits_BV)
-        else:
-            drawn = draw(truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p), columns.uniform_NT[row_B, age_B])
+        columns, keys, values = self.columns, self.keys[:, :num_slots, :, :seen], self.values[:, :num_slots, :, :seen]
+        hidden_BD = self.decode(self.weights, self.shape, token_B, position_B, keys, values, self.cos, self.sin)
+        logits_BV = hidden_BD @ self.weights.head_DV
+        drawn = self._draw(logits_BV, columns.uniform_NT, row_B, age_B, settings)
         columns.token_ids_NT[row_B, age_B] = drawn.token_N
         columns.sampler_logp_NT[row_B, age_B] = drawn.logp_N.float()
         columns.entropy_NT[row_B, age_B] = drawn.entropy_N.float()
+        if settings.has_hidden:
+            columns.hidden_NTD[row_B, age_B] = hidden_BD
+        if settings.topk:
+            columns.topk_ids_NTK[row_B, age_B], columns.topk_logp_NTK[row_B, age_B] = candidates(logits_BV, settings)
         columns.length_N[row_B] = age_B + 1
         is_stop_B = torch.zeros_like(alive_B)
         for stop in settings.stop_ids:
@@ -244,3 +272,19 @@ class Engine:
         row_B.masked_fill_(~alive_B, len(columns.length_N) - 1)
         age_B.add_(alive_B)
         position_B.add_(alive_B)
+
+    def _draw(self, logits_BV: Tensor, uniform_NT: Tensor, row_B: Tensor, age_B: Tensor, settings: Settings) -> Draw:
+        is_plain = settings.top_p >= 1.0 and not 0 < settings.top_k < logits_BV.shape[1] and not settings.is_greedy
+        if self.kernels is not None and is_plain:
+            return Draw(*self.kernels.draw(logits_BV, uniform_NT[row_B, age_B], settings.temperature))
+        logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / settings.temperature
+        if settings.is_greedy:
+            return argmax(logits_BV)
+        return draw(truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p), uniform_NT[row_B, age_B])
+
+
+def candidates(logits_BV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the likeliest tokens, largest first, before any truncation."""
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / settings.temperature
+    best_BK, ids_BK = logits_BV.topk(settings.topk, dim=-1)
+    return ids_BK, best_BK - logits_BV.logsumexp(-1, keepdim=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoise.numerics_head import HeadScores, head_logp, logits_scores
-from counterpoise.rollouts.backbone import backbone
+from counterpoise.rollouts.backbone import backbone, eager
 from counterpoise.rollouts.pack import Packed, hidden_of, own_logits, packed, placed
 
 
@@ -124,7 +124,7 @@ def logp_function(
     scorer = _Scorer(model, (prompt_ids, token_ids_NT, mask_NT), temperature, chunk)
 
     def logp_of(params: dict[str, Tensor]) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), eager(model):
             return torch.func.functional_call(scorer, {f"model.{name}": value for name, value in params.items()}, ())
 
     return logp_of

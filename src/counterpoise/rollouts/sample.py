@@ -24,6 +24,7 @@ from counterpoise.rollouts.engine import Settings as engine_settings
 from counterpoise.rollouts.engine import engine_for
 
 COMPACT_FRAC = 0.9  # stopped rows leave the running batch once no more than this share of it is alive
+SAMPLED = frozenset({"hidden_NTD", "topk_ids_NTK", "topk_logp_NTK"})  # columns the engine can take along
 SYNC_STEPS = 8  # on an accelerator, how often the host asks who is still alive
 
 
@@ -37,6 +38,7 @@ class Rollouts(NamedTuple):
         sampler_logp_NT: log-prob of each token under the distribution it was drawn from (after temperature, top-k, top-p); float32.
         entropy_NT: entropy of that distribution, in nats; float32.
         stop_reason: "stop" (a stop token came) or "length" (``max_new_tokens`` was reached), one a row.
+        hidden_NTD, topk_ids_NTK, topk_logp_NTK: as ``measure`` gives them, where the engine was asked for them; else None.
     """
 
     prompt_index_N: Tensor
@@ -45,6 +47,9 @@ class Rollouts(NamedTuple):
     sampler_logp_NT: Tensor
     entropy_NT: Tensor
     stop_reason: tuple[str, ...]
+    hidden_NTD: Tensor | None = None
+    topk_ids_NTK: Tensor | None = None
+    topk_logp_NTK: Tensor | None = None
 
 
 class _Settings(NamedTuple):
@@ -92,6 +97,8 @@ def sample(
     max_rows: int = 1024,
     streams: Sequence[int] | None = None,
     engine: bool = True,
+    needs: frozenset[str] | set[str] = frozenset(),
+    topk: int = 20,
 ) -> Rollouts:
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to top-k and then to the nucleus top-p.
 
@@ -109,6 +116,9 @@ def sample(
         streams: number of each row's random stream (default: the row number). A row's tokens depend on its prompt, the seed and this
             number, never on the other rows.
         engine: take the fast engine where it knows the model; False always takes the generic path.
+        needs: further columns (``SAMPLED``) that the engine takes from the pass that draws the tokens; others are ignored, and so are
+            these on the generic path: ``measure`` has them all.
+        topk: K of the candidates.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -125,17 +135,27 @@ def sample(
     prompt_index = [p for p in range(len(prompt_ids)) for _ in range(group_size)]
     stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
     settings = _Settings(max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy)
-    columns = _columns(streams, max_new_tokens, seed, greedy, model.device)
+    columns, extras = _columns(streams, max_new_tokens, seed, greedy, model.device), {}
     prompts, fast = [prompt_ids[p] for p in prompt_index], engine_for(model) if engine else None
     with evaluating(model), torch.no_grad():
         if fast is None:
             _waves(model, prompts, settings, columns, max_rows)
         else:
-            how = engine_settings(max_new_tokens, settings.temperature, top_p, top_k, tuple(stop_S.tolist()), greedy)
+            wanted = "hidden_NTD" in needs, min(topk, model.config.vocab_size) if needs & {"topk_ids_NTK", "topk_logp_NTK"} else 0
+            how = engine_settings(max_new_tokens, settings.temperature, top_p, top_k, tuple(stop_S.tolist()), greedy, *wanted)
             filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows)
             token_ids_NT, logp_NT, entropy_NT, length_N = (column[:-1].clone() for column in filled[:4])
             columns = _Columns(token_ids_NT, logp_NT, entropy_NT, length_N, columns.uniform_NT)
-    return _finished(columns, prompt_index, pad_id, stop_S)
+            extras = _extras(filled, needs, columns.length_N)
+    return _finished(columns, prompt_index, pad_id, stop_S)._replace(**extras)
+
+
+def _extras(filled: Any, needs: frozenset[str] | set[str], length_N: Tensor) -> dict[str, Tensor]:
+    """The engine's further columns, 0 on padding; half precision widens to float32 as in ``measure``."""
+    width = int(length_N.max())
+    is_padding_NT1 = (torch.arange(width, device=length_N.device) >= length_N[:, None])[:, :, None]
+    found = {name: getattr(filled, name)[:-1, :width].masked_fill(is_padding_NT1, 0) for name in SAMPLED & needs}
+    return {name: c.float() if c.dtype in (torch.bfloat16, torch.float16) else c for name, c in found.items()}
 
 
 def _waves(model: Any, prompts: list[Sequence[int]], settings: _Settings, columns: _Columns, max_rows: int) -> None:

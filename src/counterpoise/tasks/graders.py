@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,19 +19,20 @@ class Grades(NamedTuple):
     messages: list[str]
 
 
-def grade(task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float = 5.0, num_workers: int = 2) -> Grades:
+def grade(task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float = 5.0, num_workers: int | None = None) -> Grades:
     """The rewards of (prompt, text) pairs, whatever the grader does.
 
     Args:
         task: a task. With ``is_trusted`` it is graded here; otherwise it goes to worker processes and has to be picklable.
         pairs: the rollouts.
         time_limit_s: seconds that one rollout may take; trusted tasks are not timed.
-        num_workers: processes that share the work; does not change the result.
+        num_workers: processes that share the work (default: one a core, 2 to 8); does not change the result.
 
     >>> from counterpoise.tasks.arithmetic import Arithmetic
     >>> grade(Arithmetic(), [(Prompt("a", "What is 2 + 2?", "4"), "So the answer is 4."), (Prompt("a", "What is 2 + 2?", "4"), "4")])
     Grades(reward=[1.0, 0.0], num_failed=0, num_timed_out=0, messages=[])
     """
+    num_workers = min(8, max(2, os.cpu_count() or 2)) if num_workers is None else num_workers
     if not time_limit_s > 0 or num_workers < 1:
         raise ValueError(f"grade: time_limit_s must be above 0 and num_workers at least 1, got {time_limit_s} and {num_workers}.")
     if getattr(task, "is_trusted", False):

@@ -102,9 +102,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The reverse of ``optimizer_tensors``, in place and bit for bit."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for k, p in enumerate(params):
+    params = [(p, group.get("fused")) for group in optimizer.param_groups for p in group["params"]]
+    for k, (p, is_fused) in enumerate(params):
         if f"{k}.step" in tensors:
-            optimizer.state[p] = {key: tensors[f"{k}.{key}"].to("cpu" if key == "step" else p.device).clone() for key in ADAM}
+            where = {key: p.device if key != "step" or is_fused else "cpu" for key in ADAM}  # a fused step counts on the device
+            optimizer.state[p] = {key: tensors[f"{k}.{key}"].to(where[key]).clone() for key in ADAM}
         else:
             optimizer.state.pop(p, None)

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from counterpoise.batches import is_ready
 from counterpoise.build import base, bound
 from counterpoise.methods import Method
 from counterpoise.numerics import derived_seed
-from counterpoise.rollouts import Policy, Rollouts, encode_prompts, measure, sample
+from counterpoise.rollouts import SAMPLED, Policy, Rollouts, encode_prompts, measure, sample
 from counterpoise.tasks import grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, TokenBatch
@@ -31,11 +32,12 @@ class Collected(NamedTuple):
     grader_messages: list[str]
 
 
-def collect(policy: Policy, task: Any, config: Config, step: int, start: int, size: int = 0) -> Collected:
-    """Sample and grade one rollout batch; with ``size`` rows a step, round after round until both signs are there (reward_balanced, buffer)."""
-    rounds = [_round(policy, task, config, step, start, 0)]
+def collect(policy: Policy, task: Any, method: Method, config: Config, step: int, start: int) -> Collected:
+    """Sample and grade one rollout batch; where the plan draws from a buffer, round after round until both signs are there."""
+    rounds = [_round(policy, task, method, config, step, start, 0)]
+    size = step_size(method, config)
     while size and len(rounds) < config.buffer.max_rounds and not _ready(rounds, size):
-        rounds.append(_round(policy, task, config, step, start, len(rounds)))
+        rounds.append(_round(policy, task, method, config, step, start, len(rounds)))
     return joined(rounds)
 
 
@@ -71,7 +73,7 @@ def measured(policy: Policy, method: Method, config: Config, collected: Collecte
             batch.mask_NT,
             missing,
             temperature=config.rollouts.temperature,
-            token_budget=config.optimizer.token_budget,
+            token_budget=config.token_budget,
             ref_model=reference,
         )
     return collected._replace(batch=batch.replace(**columns))
@@ -108,12 +110,12 @@ def joined(parts: list[Collected]) -> Collected:
 
 
 def stacked(batches: list[TokenBatch]) -> TokenBatch:
-    """The rows of several batches, padded to the widest; sampled columns only."""
+    """The rows of several batches, padded to the widest; sampled columns only, and of the optional ones those that all have."""
     width = max(batch.mask_NT.shape[1] for batch in batches)
 
     def joined_column(name: str) -> Tensor:
         columns = [getattr(batch, name) for batch in batches]
-        return torch.cat([torch.nn.functional.pad(column, (0, width - column.shape[1])) for column in columns])
+        return torch.cat([pad(column, (*[0, 0] * (column.dim() - 2), 0, width - column.shape[1])) for column in columns])
 
     return TokenBatch(
         token_ids_NT=joined_column("token_ids_NT"),
@@ -123,7 +125,7 @@ def stacked(batches: list[TokenBatch]) -> TokenBatch:
         group_N=torch.cat([batch.group_N for batch in batches]),
         reward_N=torch.cat([batch.reward_N for batch in batches]),
         max_length=batches[0].max_length,
-    )
+    ).replace(**{name: joined_column(name) for name in SAMPLED if all(getattr(batch, name) is not None for batch in batches)})
 
 
 def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
@@ -132,7 +134,7 @@ def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
     return policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def _round(policy: Policy, task: Any, config: Config, step: int, start: int, number: int) -> Collected:
+def _round(policy: Policy, task: Any, method: Method, config: Config, step: int, start: int, number: int) -> Collected:
     settings = config.rollouts
     prompts = prompts_from(task, "train", config.seed, start + number * settings.prompts, settings.prompts)
     prompt_ids = encode_prompts(policy, [p.text for p in prompts], chat=config.chat, max_prompt_tokens=settings.max_prompt_tokens)
@@ -149,6 +151,7 @@ def _round(policy: Policy, task: Any, config: Config, step: int, start: int, num
             pad_id=policy.tokenizer.pad_token_id,
             seed=derived_seed(config.seed, step, f"rollouts/{number}"),
             max_rows=settings.max_rows or len(prompt_ids) * settings.group_size,
+            needs=method.needs,
         )
     texts = responses(policy, rollouts)
     graded = grade(
@@ -162,7 +165,7 @@ def _round(policy: Policy, task: Any, config: Config, step: int, start: int, num
         sampler_logp_NT=rollouts.sampler_logp_NT.clone(),
         entropy_NT=rollouts.entropy_NT.clone(),
         max_length=settings.max_new_tokens,
-    )
+    ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
     row_ids = [prompt_ids[p] for p in rollouts.prompt_index_N.tolist()]
     failures = graded.num_failed + graded.num_timed_out
     return Collected(prompts, row_ids, texts, list(rollouts.stop_reason), batch, failures, list(graded.messages))

@@ -123,7 +123,7 @@ def _scored(
             mask_NT,
             {"trainer_logp_NT", "entropy_NT"},
             temperature=config.rollouts.temperature,
-            token_budget=config.optimizer.token_budget,
+            token_budget=config.token_budget,
         )
     return TokenBatch(
         token_ids_NT=token_ids_NT,

@@ -19,7 +19,7 @@ from counterpoise.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer import checkpoint, run_folder
 from counterpoise.trainer.checkpoint import LoopState
-from counterpoise.trainer.collect import Collected, check_prompts, collect, measured, step_size
+from counterpoise.trainer.collect import Collected, check_prompts, collect, measured
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.corrections import corrected
 from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
@@ -28,7 +28,7 @@ from counterpoise.trainer.observe import observe
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.store import write_rollouts
 from counterpoise.trainer.trackers import check_trackers, open_trackers
-from counterpoise.trainer.update import Update, adamw, learning_rate, take_step
+from counterpoise.trainer.update import Update, adamw, learning_rate, prepare_update, take_step
 
 
 class Result(NamedTuple):
@@ -68,7 +68,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
         while state.step < config.num_steps and not stop:
             step, clock = state.step, Clock()
 
-            collected = collect(policy, task, config, step, state.num_prompts, step_size(method, config))
+            collected = collect(policy, task, method, config, step, state.num_prompts)
             num_prompts = len(collected.prompts)
             collected = corrected(policy, task, config, step, collected)
             clock.mark("sample_s")
@@ -132,7 +132,7 @@ def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
         reference.requires_grad_(False)
     if config.lora:
         policy = policy._replace(model=add_lora(policy.model, **config.lora.model_dump()))
-    return policy, reference
+    return policy._replace(model=prepare_update(policy.model, config.optimizer)), reference
 
 
 def device_of(config: Config) -> torch.device:

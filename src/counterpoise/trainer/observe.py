@@ -70,7 +70,7 @@ class Observer:
                 axes=settings.decompose,
                 categories=load_categories(settings.categories),
                 temperature=config.rollouts.temperature,
-                token_budget=config.optimizer.token_budget,
+                token_budget=config.token_budget,
                 autocast=lambda: autocast(policy.model),
             )
             self._book = Book(policy.model, optimizer, collected.batch, collected.prompt_ids, credit, self._texts, how)
@@ -135,7 +135,7 @@ class Observer:
         width = max(len(ids) for ids in solutions)
         ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
         mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions], device=device)
-        settings = {"temperature": self.config.rollouts.temperature, "token_budget": self.config.optimizer.token_budget}
+        settings = {"temperature": self.config.rollouts.temperature, "token_budget": self.config.token_budget}
         found = measure(self.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)
         return found["trainer_logp_NT"].sum(1)
 

@@ -68,8 +68,11 @@ def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
     return Collected(prompts, column["prompt_ids"], column["text"], column["stop_reason"], batch, 0, [])
 
 
-def ragged(value_NT: Tensor, mask_NT: Tensor) -> list[list[Any]]:
-    """Rows as lists, padding left out."""
-    value_NT, mask_NT = value_NT.cpu(), mask_NT.cpu()
-    flat = value_NT[mask_NT].split(mask_NT.sum(1).tolist())
-    return [row.tolist() if row.dtype != torch.bool else [bool(x) for x in row] for row in flat]
+def ragged(value_NT: Tensor, mask_NT: Tensor) -> Any:
+    """Rows as an Arrow list column, padding left out."""
+    import pyarrow as pa
+
+    value_NT, mask_NT = value_NT.cpu(), mask_NT.cpu().bool()
+    ends_N = mask_NT.sum(1).cumsum(0).to(torch.int32)
+    offsets = torch.cat([ends_N.new_zeros(1), ends_N]).numpy()
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(value_NT[mask_NT].numpy()))

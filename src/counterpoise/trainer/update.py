@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from counterpoise.batches import shard
 from counterpoise.methods import Method
 from counterpoise.rollouts import measure, token_logp
 from counterpoise.trainer.collect import Collected, autocast
-from counterpoise.trainer.config import Config, Optimizer
+from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
 
 
@@ -34,10 +36,10 @@ def take_step(
     rows = prepared(model, method, rows, collected, config)
     batch, temperature = collected.batch, config.rollouts.temperature
     parts: list[tuple[Tensor, ...]] = []
-    cuts = micro_batches(rows, collected, config.optimizer.token_budget)
+    cuts = micro_batches(rows, collected, config.token_budget)
     for pick_R in cuts:
         micro = rows.select(pick_R)
-        with autocast(model):
+        with autocast(model), recomputing(model, config.optimizer):
             trainer_logp_NT = token_logp(
                 model,
                 [collected.prompt_ids[r] for r in micro.row_R.tolist()],
@@ -71,7 +73,7 @@ def prepared(model: Any, method: Method, rows: Rows, collected: Collected, confi
             rows.mask_NT,
             {"trainer_logp_NT"},
             temperature=config.rollouts.temperature,
-            token_budget=config.optimizer.token_budget,
+            token_budget=config.token_budget,
         )
     return method.prepare(columns["trainer_logp_NT"], rows)
 
@@ -82,6 +84,32 @@ def micro_batches(rows: Rows, collected: Collected, token_budget: int) -> list[T
     length_N = prompt_N + rows.mask_NT.sum(1).cpu()
     (cuts,) = shard(torch.arange(len(length_N)), length_N, token_budget=token_budget)
     return [cut.to(rows.mask_NT.device) for cut in cuts]
+
+
+def prepare_update(model: Any, settings: Optimizer) -> Any:
+    """The model with its decoder layers compiled or able to compute activations again, as the recipe says."""
+    if settings.activation_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(f"optimizer.activation_checkpointing: {type(model).__name__} does not support it. Set it to false.")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.compile:
+        for layer in model.get_decoder().layers:
+            layer.compile(dynamic=True)
+    return model
+
+
+@contextmanager
+def recomputing(model: Any, settings: Optimizer) -> Iterator[None]:
+    """Decoder layers recompute their activations for the block. Only they enter training mode: dropout stays as it was."""
+    layers = list(model.get_decoder().layers) if settings.activation_checkpointing else []
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes):
+            layer.training = mode
 
 
 def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -> float:
@@ -99,7 +127,8 @@ def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -
 def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     """AdamW over the trainable parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    options = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    return torch.optim.AdamW(parameters, **options, fused=parameters[0].is_cuda)
 
 
 def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:

@@ -8,12 +8,21 @@ export const LABELS = {
   entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", importance_ratio: "importance ratio",
   inference_logprobs: "log-prob, sampler", trainer_logprobs: "log-prob before", trainer_logprobs_after: "log-prob after", token_ids: "token id",
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", optimizer_step: "optimizer step",
-  node_positive: "shared by positives", node_negative: "shared by negatives",
+  node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
+  is_fork: "fork of good and bad", kl: "KL after || before",
 };
+const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
 const FIRST = ["advantages", "delta", "own", "coupling", "predicted", "entropy", "confidence", "cancellation", "category", "weights", "change"];
 
 export function label(name) {
-  return LABELS[name] ?? (name.startsWith("part_") ? `part: ${name.slice(5).replaceAll("_", " ")}` : name.replaceAll("_", " "));
+  const part = /^part_([^_]+)_(.+)$/.exec(name);
+  if (!part) return LABELS[name] ?? name.replaceAll("_", " ");
+  if (part[2] === "rest") return `${part[1]}: optimizer's memory`;
+  return `${part[1]}: ${part[2].replaceAll("_", " ")}`;
+}
+
+function wordCss(scale, at) {
+  return (scale.name === "change" && CHANGES[scale.words[at]]) || `c-${at % 8}`;
 }
 
 // columns that can be coloured, the most asked for first
@@ -24,7 +33,7 @@ export function colourable(columns) {
 
 export function painter(scale, values) {
   if (!scale || !values) return () => "";
-  if (scale.kind === "category") return (i) => (values[i] < 0 ? "" : `c-${values[i] % 8}`);
+  if (scale.kind === "category") return (i) => (values[i] < 0 ? "" : wordCss(scale, values[i]));
   if (scale.kind === "diverging") {
     return (i) => {
       const value = values[i];
@@ -44,11 +53,9 @@ export function painter(scale, values) {
 export function drawLegend(place, scale, description) {
   place.replaceChildren();
   if (!scale) return;
-  const name = element("span", "name", label(scale.name));
-  name.title = description ?? "";
-  place.append(name);
+  place.append(element("span", "name", label(scale.name)));
   if (scale.kind === "category") {
-    scale.words.forEach((word, at) => place.append(element("span", `chip c-${at % 8}`, visible(word))));
+    scale.words.forEach((word, at) => place.append(element("span", `chip ${wordCss(scale, at)}`, visible(word))));
   } else {
     const isDiverging = scale.kind === "diverging";
     const classes = isDiverging
@@ -65,7 +72,7 @@ export function drawLegend(place, scale, description) {
   one.prepend(element("span", "t one", "ab"));
   const flip = element("span", "mark", "flip");
   flip.prepend(element("span", "t flip", "ab"));
-  place.append(element("span", "spring"), both, one, flip);
+  place.append(element("span", "spring"), both, one, flip, element("span", "about", description ?? ""));
 }
 
 function range(from, to) {

@@ -7,9 +7,10 @@ const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
   ["Credit", ["reward", "advantage", "sign", "weights", "advantages", "coef", "scale", "is_clipped", "loss_mask", "optimizer_step"]],
   ["Policy", ["confidence", "entropy", "inference_logprobs", "trainer_logprobs", "trainer_logprobs_after", "importance_ratio"]],
-  ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation"]],
-  ["Token", ["category", "node", "node_positive", "node_negative", "token_ids", "position"]],
+  ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation", "kl"]],
+  ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_ids", "position"]],
 ];
+const MOVERS = { delta: "actual", predicted: "predicted", own: "own part", coupling: "coupling" };
 const MAX_TWINS = 200;
 const SHORT = { advantages: "credit", delta: "change", own: "own", coupling: "coupling" };
 
@@ -23,7 +24,7 @@ export function drawToken(place, numbers, row, descriptions, twins, onGo) {
   const parts = [title];
   if (numbers.is_flip) parts.push(element("p", "flip-note", "Flip: it moved against the sign of its own advantage."));
   const moved = movers(numbers);
-  if (moved.length) parts.push(element("h3", "", "What moved it"), bars(moved));
+  if (moved.length) parts.push(element("h3", "", "What moved it"), bars(moved), element("p", "hint", sumOf(numbers)));
   if (twins) parts.push(...twinParts(twins, onGo));
   const known = new Set(SECTIONS.flatMap(([, names]) => names));
   const others = Object.keys(numbers).filter((name) => !known.has(name) && !["text", "group", "rollout"].includes(name));
@@ -38,7 +39,7 @@ function table(names, numbers, descriptions) {
   const out = element("dl", "numbers");
   for (const name of names) {
     const term = element("dt", "", label(name));
-    term.title = descriptions[name] ?? (name.startsWith("part_") ? "this class's part of the predicted change" : name);
+    term.title = descriptions[name] ?? (name.startsWith("part_") ? "the part of the predicted change that tokens of this class brought" : name);
     const value = numbers[name];
     out.append(term, element("dd", "", typeof value === "string" ? visible(value) : number(value)));
   }
@@ -47,7 +48,13 @@ function table(names, numbers, descriptions) {
 
 function movers(numbers) {
   const names = ["delta", "predicted", "own", "coupling", ...Object.keys(numbers).filter((name) => name.startsWith("part_"))];
-  return names.filter((name) => Number.isFinite(numbers[name])).map((name) => [name === "delta" ? "actual" : label(name), numbers[name]]);
+  return names.filter((name) => Number.isFinite(numbers[name])).map((name) => [MOVERS[name] ?? label(name), numbers[name]]);
+}
+
+function sumOf(numbers) {
+  const axes = new Set(Object.keys(numbers).flatMap((name) => /^part_([^_]+)_/.exec(name)?.slice(1) ?? []));
+  const sums = ["own" in numbers ? "own part + coupling" : "", ...[...axes].map((axis) => `the parts by ${axis} added up`)].filter(Boolean);
+  return sums.length ? `predicted = ${sums.join(" = ")}` : "Change of the log-prob by the optimizer step.";
 }
 
 function bars(rows) {
@@ -90,7 +97,7 @@ function twinParts(twins, onGo) {
     });
     list.append(line);
   }
-  out.push(element("p", "hint", "Means by the sign of the rollout; below, each of them, the most coupled first."), sums, list);
+  out.push(element("p", "hint", "The same token text wherever it stands. Means by the sign of the rollout; below, each of them, the most coupled first."), sums, list);
   if (twins.rows.length > MAX_TWINS) out.push(element("p", "hint", `${twins.rows.length - MAX_TWINS} more are marked in the text.`));
   return out;
 }

@@ -1,18 +1,19 @@
 // The rollouts of a prompt, drawn only where they are looked at. Two layouts: text (columns by sign) and aligned (rows, equal tokens in line).
 
 import { aligned } from "./align.js";
-import { GAP, HEAD, LINE, brokenLines, lastAtMost, stacked } from "./layout.js";
+import { HEAD, LINE, MARGIN, NARROW, ROW, TITLE, banded, brokenLines, lastAtMost, stacked } from "./layout.js";
 import { element, number, signed } from "./text.js";
 
 const NEAR = 44; // pixels around what is in sight
 const FAR = 240;
 const MAX_LIVE = 600;
 const BLOCK = 8; // columns of the aligned layout that are drawn together
+const TOP = 12; // above the aligned layout
 const SIDES = [[1, "positive advantage"], [-1, "negative advantage"], [0, "no advantage"]];
 
 export class Pane {
   // group: rows [{start, end, sign, ...}], code, display, width, isBreak; css(i): classes of a token
-  constructor(place, { onHover, onPick, css }) {
+  constructor(place, { onHover, onLeave, onPick, css }) {
     this.place = place;
     this.css = css;
     this.live = new Map();
@@ -22,9 +23,21 @@ export class Pane {
     this.version = 0;
     place.addEventListener("scroll", () => this.draw(), { passive: true });
     this.later = 0;
-    place.addEventListener("mouseover", (event) => this.withToken(event, onHover));
+    this.pointer = "";
+    place.addEventListener("mouseover", (event) => {
+      if (this.isMoved(event)) this.withToken(event, onHover);
+    });
+    place.addEventListener("mousemove", (event) => this.isMoved(event), { passive: true });
+    place.addEventListener("mouseleave", onLeave);
     place.addEventListener("click", (event) => this.withToken(event, onPick));
     new ResizeObserver(() => this.arrange()).observe(place);
+  }
+
+  // a page that moves under a resting pointer is no pointing
+  isMoved(event) {
+    const before = this.pointer;
+    this.pointer = `${event.clientX} ${event.clientY}`;
+    return before !== this.pointer;
   }
 
   withToken(event, act) {
@@ -62,14 +75,19 @@ export class Pane {
   arrangeText() {
     const { rows, code, width, isBreak } = this.group;
     const sides = SIDES.map(([sign, title]) => ({ title, rows: rows.filter((row) => row.sign === sign) })).filter((side) => side.rows.length);
-    const space = (this.place.clientWidth - 16) / sides.length;
+    const isNarrow = this.place.clientWidth < NARROW;
+    const space = (this.place.clientWidth - 16) / (isNarrow ? 1 : sides.length);
     const capacity = Math.max(8, Math.floor((space - 36) / this.cell) - 1);
+    let below = 0;
     this.sides = sides.map((side, at) => {
       const lines = side.rows.map((row) => brokenLines(row.start, row.end, code, width, isBreak, capacity));
-      return { ...side, lines, tops: stacked(lines), left: 16 + at * space, space: space - 20 };
+      const tops = stacked(lines);
+      const base = TITLE + (isNarrow ? below : 0);
+      below += TITLE + tops.at(-1);
+      return { ...side, lines, tops, base, left: 16 + (isNarrow ? 0 : at * space), space: space - 20 };
     });
     this.canvas.style.width = "";
-    this.canvas.style.height = `${30 + Math.max(...this.sides.map((side) => side.tops.at(-1)))}px`;
+    this.canvas.style.height = `${Math.max(...this.sides.map((side) => side.base + side.tops.at(-1)))}px`;
   }
 
   async arrangeAligned() {
@@ -80,11 +98,13 @@ export class Pane {
     const found = await aligned(sorted, 0, code, width, () => version !== this.version || this.layout !== "aligned");
     if (!found) return;
     this.clear();
-    const lefts = new Float64Array(found.cellsOf.length + 1);
-    for (let c = 0; c < found.cellsOf.length; c += 1) lefts[c + 1] = lefts[c] + found.cellsOf[c] * this.cell + 3;
-    this.grid = { rows: sorted, columnOf: found.columnOf, lefts };
-    this.canvas.style.width = `${150 + lefts.at(-1) + 20}px`;
-    this.canvas.style.height = `${30 + sorted.length * 28 + 20}px`;
+    // few rollouts: as many bands as there are lines of text; many: one band, wider than the page
+    const isBanded = sorted.length * ROW < Math.max(480, 0.7 * this.place.clientHeight);
+    const widths = Float64Array.from(found.cellsOf, (count) => count * this.cell);
+    const bands = banded(widths, 3, isBanded ? this.place.clientWidth - MARGIN - 20 : Infinity);
+    this.grid = { ...bands, rows: sorted, columnOf: found.columnOf, widths, height: sorted.length * ROW + 18 };
+    this.canvas.style.width = isBanded ? "" : `${MARGIN + bands.lefts.at(-1) + 20}px`;
+    this.canvas.style.height = `${TOP + (bands.starts.length - 1) * this.grid.height}px`;
   }
 
   clear() {
@@ -129,8 +149,8 @@ export class Pane {
   }
 
   wantText(side, top, bottom, wanted) {
-    wanted.set(`${side.title}`, () => this.at(element("h3", `side ${cssOfSign(side.rows[0].sign)}`, `${side.title} · ${side.rows.length}`), side.left, 4, side.space));
-    const base = 30;
+    const { base } = side;
+    wanted.set(`${side.title}`, () => this.at(element("h3", `side ${cssOfSign(side.rows[0].sign)}`, `${side.title} · ${side.rows.length}`), side.left, base - TITLE + 4, side.space));
     for (let r = lastAtMost(side.tops, top - base); r < side.rows.length && side.tops[r] + base < bottom; r += 1) {
       const row = side.rows[r];
       wanted.set(`h${row.start}`, () => this.at(head(row), side.left, base + side.tops[r], side.space));
@@ -144,18 +164,30 @@ export class Pane {
   }
 
   wantGrid(wanted) {
-    const { rows, columnOf, lefts } = this.grid;
-    const { scrollTop, scrollLeft, clientWidth, clientHeight } = this.place;
-    const [top, bottom, left, right] = [scrollTop - NEAR, scrollTop + clientHeight + NEAR, scrollLeft - NEAR, scrollLeft + clientWidth + NEAR];
-    const firstBlock = Math.floor(lastAtMost(lefts, left - 150) / BLOCK);
-    const lastBlock = Math.floor(lastAtMost(lefts, right - 150) / BLOCK);
-    for (let r = Math.max(0, Math.floor((top - 30) / 28)); r < rows.length && 30 + r * 28 < bottom; r += 1) {
-      const y = 30 + r * 28;
-      wanted.set(`g${rows[r].start}`, () => this.at(shortHead(rows[r]), 0, y, 140));
-      for (let block = firstBlock; block <= lastBlock; block += 1) {
-        wanted.set(`b${rows[r].start}/${block}`, () => this.at(this.cells(rows[r], block, columnOf, lefts), 150, y, 0));
+    const { rows, starts, height } = this.grid;
+    const { scrollTop, clientHeight } = this.place;
+    const [top, bottom] = [scrollTop - NEAR, scrollTop + clientHeight + NEAR];
+    for (let band = Math.max(0, Math.floor((top - TOP) / height)); band < starts.length - 1 && TOP + band * height < bottom; band += 1) {
+      const base = TOP + band * height;
+      const [from, to] = this.columnsInSight(band);
+      for (let r = Math.max(0, Math.floor((top - base) / ROW)); r < rows.length && base + r * ROW < bottom; r += 1) {
+        const row = rows[r];
+        wanted.set(`g${row.start}/${band}`, () => this.at(shortHead(row), 0, base + r * ROW, MARGIN - 10));
+        for (let column = from; column < to; column += BLOCK) {
+          const end = Math.min(column + BLOCK, starts[band + 1]);
+          wanted.set(`b${row.start}/${column}`, () => this.at(this.cells(row, column, end), MARGIN, base + r * ROW, 0));
+        }
       }
     }
+  }
+
+  // columns of a band: all of them, or of a single wide one those around what is in sight
+  columnsInSight(band) {
+    const { starts, lefts } = this.grid;
+    if (starts.length > 2) return [starts[band], starts[band + 1]];
+    const { scrollLeft, clientWidth } = this.place;
+    const first = Math.floor(lastAtMost(lefts, scrollLeft - NEAR - MARGIN) / BLOCK) * BLOCK;
+    return [first, Math.min(starts[1], lastAtMost(lefts, scrollLeft + clientWidth + NEAR - MARGIN) + 1)];
   }
 
   line(from, to) {
@@ -164,13 +196,14 @@ export class Pane {
     return line;
   }
 
-  cells(row, block, columnOf, lefts) {
+  cells(row, fromColumn, toColumn) {
+    const { columnOf, lefts, widths } = this.grid;
     const out = element("div", "cells");
-    const from = row.start + firstAtLeast(columnOf, row, block * BLOCK);
-    for (let i = from; i < row.end && columnOf[i] < (block + 1) * BLOCK; i += 1) {
+    const from = row.start + firstAtLeast(columnOf, row, fromColumn);
+    for (let i = from; i < row.end && columnOf[i] < toColumn; i += 1) {
       const made = this.token(i);
       made.style.left = `${lefts[columnOf[i]]}px`;
-      made.style.width = `${lefts[columnOf[i] + 1] - lefts[columnOf[i]] - 3}px`;
+      made.style.width = `${widths[columnOf[i]]}px`;
       out.append(made);
     }
     return out;
@@ -214,11 +247,12 @@ export class Pane {
   spot(i) {
     if (this.grid) {
       const r = this.grid.rows.findIndex((row) => i >= row.start && i < row.end);
-      return { top: 30 + r * 28, left: 150 + this.grid.lefts[this.grid.columnOf[i]] };
+      const column = this.grid.columnOf[i];
+      return { top: TOP + this.grid.bandOf[column] * this.grid.height + r * ROW, left: MARGIN + this.grid.lefts[column] };
     }
     for (const side of this.sides ?? []) {
       const r = side.rows.findIndex((row) => i >= row.start && i < row.end);
-      if (r >= 0) return { top: 30 + side.tops[r] + HEAD + lastAtMost(side.lines[r], i) * LINE, left: null };
+      if (r >= 0) return { top: side.base + side.tops[r] + HEAD + lastAtMost(side.lines[r], i) * LINE, left: null };
     }
     return null;
   }

@@ -19,7 +19,7 @@ let marked = -1; // token whose equals are marked
 let asked = 0; // counts questions about tokens, so that a late answer is dropped
 let loading = 0; // the same for prompts and batches
 
-const pane = new Pane(byId("pane"), { onHover: (i) => inspect(i), onPick: (i) => pick(i), css: cssOf });
+const pane = new Pane(byId("pane"), { onHover: (i) => guard(inspect(i)), onLeave: () => { if (group && focus >= 0) guard(inspect(marked >= 0 ? marked : focus)); }, onPick: (i) => pick(i), css: cssOf });
 
 function cssOf(i) {
   let css = `t ${paint(i)}`;
@@ -266,6 +266,7 @@ addEventListener("keydown", (event) => {
 function writeAddress() {
   const out = new URLSearchParams({ step: chosen.step, prompt: chosen.prompt, colour: chosen.colour, layout: chosen.layout });
   if (chosen.flips) out.set("flips", "1");
+  if (chosen.filter !== "all") out.set("filter", chosen.filter);
   const at = marked >= 0 ? marked : focus;
   if (at >= 0) {
     const row = rowOf(at);
@@ -285,7 +286,9 @@ function readAddress() {
   chosen.layout = given.get("layout") === "aligned" ? "aligned" : "text";
   chosen.flips = given.get("flips") === "1";
   chosen.token = whole("rollout") === null ? null : { rollout: whole("rollout"), position: whole("position") ?? 0, marked: given.get("marked") === "1" };
+  chosen.filter = ["mixed", "flips"].includes(given.get("filter")) ? given.get("filter") : "all";
   byId("flips").checked = chosen.flips;
+  byId("prompt-filter").value = chosen.filter;
   for (const name of ["text", "aligned"]) byId(`layout-${name}`).setAttribute("aria-pressed", String(name === chosen.layout));
 }
 
@@ -312,7 +315,7 @@ byId("colour").addEventListener("change", (event) => guard(showColour(event.targ
 byId("layout-text").addEventListener("click", () => guard(showLayout("text")));
 byId("layout-aligned").addEventListener("click", () => guard(showLayout("aligned")));
 byId("flips").addEventListener("change", (event) => showFlips(event.target.checked));
-byId("prompt-filter").addEventListener("change", (event) => { chosen.filter = event.target.value; drawList(); });
+byId("prompt-filter").addEventListener("change", (event) => { chosen.filter = event.target.value; drawList(); writeAddress(); });
 byId("help-open").addEventListener("click", () => byId("help").showModal());
 addEventListener("hashchange", () => { readAddress(); guard(showStep(chosen.step, true)); });
 drawEmpty(byId("inspector"));

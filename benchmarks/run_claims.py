@@ -1,0 +1,167 @@
+"""The experiments of docs/claims.md: train by a recipe, probe snapshots of the run, keep raw data and numbers.
+
+    python benchmarks/run_claims.py --recipe recipes/demo.yaml --steps 31 --probe-at 10 20 30 --out benchmarks/results/claims_bundled
+    python benchmarks/run_claims.py --recipe recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --steps 81 --probe-at 40 60 80 --out OUT
+    python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
+
+What is done is not done again: call it once more with the same arguments to go on. Every stage runs even if one before it failed; no stage
+begins after ``--limit`` seconds. ``stages.json`` tells the seconds of each stage and what went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from counterpoise.files import step_of
+from counterpoise.probes import PROBES, Scene, open_scene, pool, run_probe
+from counterpoise.probes.output import read
+from counterpoise.probes.probe import last_step, make_tables
+from counterpoise.trainer.config import Config, load_config
+from counterpoise.trainer.loop import train
+from counterpoise.trainer.progress import Progress
+
+AT_EVERY_STEP = ("counterfactual", "coupling", "value", "tax", "exchangeability")
+SMALL_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "timing.jsonl", "evals.jsonl")
+HAS_NUMBERS = all(importlib.util.find_spec(name) for name in ("pandas", "plotly"))
+
+
+class Stages:
+    """Runs one thing after another within a time limit and keeps what each took."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.began, self.limit_s = time.perf_counter(), limit_s
+        self.done: list[dict[str, Any]] = []
+
+    @property
+    def left_s(self) -> float:
+        return self.limit_s - (time.perf_counter() - self.began)
+
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result of ``work``; None if it failed or if no time is left. One experiment that fails must not cost the others."""
+        if self.left_s <= 0:
+            return self.tell(name, 0.0, "not begun: the time limit is reached")
+        start = time.perf_counter()
+        try:
+            result = work()
+        except Exception as error:
+            return self.tell(name, time.perf_counter() - start, f"{type(error).__name__}: {error}")
+        self.tell(name, time.perf_counter() - start, None)
+        return result
+
+    def tell(self, name: str, seconds: float, problem: str | None) -> None:
+        self.done.append({"stage": name, "seconds": round(seconds, 2), "problem": problem})
+        print(f"{name:<28} {seconds:8.1f} s  {problem or 'done'}", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    if args.numbers:
+        numbers(args.numbers)
+        return
+    stages, run_dir = Stages(args.limit), args.run
+    config = recipe(args)
+    stages.run("train", lambda: trained(config, stages.left_s))
+    settings = probe_settings(args.probe_set)
+    stages.run("flips", lambda: probed(run_dir, "flips", None, {}))
+    for step in args.probe_at:
+        scene = stages.run(f"open step {step}", lambda step=step: open_scene(run_dir, step))
+        names = [*AT_EVERY_STEP, *(["drift"] if step == args.probe_at[-1] else [])]
+        for name in names if scene else []:
+            stages.run(f"{name} step {step}", lambda name=name, scene=scene: probed(run_dir, name, scene, settings.get(name, {})))
+    if HAS_NUMBERS:
+        for name in AT_EVERY_STEP:
+            stages.run(f"{name} pooled", lambda name=name: pool(run_dir, name))
+    kept(run_dir, args.out)
+    (args.out / "stages.json").write_text(json.dumps({"limit_s": args.limit, "stages": stages.done}, indent=1) + "\n")
+    print(f"results: {args.out}")
+
+
+def recipe(args: argparse.Namespace) -> Config:
+    """The recipe with what the experiments need: checkpoints at the probed steps, the ledger, one evaluation at each end."""
+    every = math.gcd(*args.probe_at)
+    own = {"run_dir": args.run, "num_steps": args.steps, "keep_every": every, "checkpoint_every": every, "eval.every": args.steps}
+    own |= {"ledger.every": args.ledger_every, "ledger.bank": 64, "trackers": "[]"}
+    return load_config(args.recipe, [f"{key}={value}" for key, value in own.items()] + args.set)
+
+
+def trained(config: Config, limit_s: float) -> None:
+    """Train, or go on; a run that is out of time stops after its step and can be continued."""
+    timer = threading.Timer(limit_s, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        result = train(config, resume=(Path(config.run_dir) / "manifest.json").is_file(), progress=Progress(quiet=True))
+    finally:
+        timer.cancel()
+    if not result.is_finished:
+        raise TimeoutError(f"training stopped after step {result.step} of {config.num_steps}; run the same command to go on")
+
+
+def probed(run_dir: Path, name: str, scene: Scene | None, settings: dict[str, Any]) -> Any:
+    """A probe's tables, and its numbers and figure where they can be made."""
+    step = last_step(run_dir, PROBES[name].needs_snapshot) if scene is None else scene.step
+    return (run_probe if HAS_NUMBERS else make_tables)(run_dir, name, step, settings, scene=scene)
+
+
+def probe_settings(texts: list[str]) -> dict[str, dict[str, int]]:
+    """``["value.pairs=60"]`` -> ``{"value": {"pairs": 60}}``."""
+    out: dict[str, dict[str, int]] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        name, _, setting = key.partition(".")
+        out.setdefault(name, {})[setting] = int(value)
+    return out
+
+
+def kept(run_dir: Path, out: Path) -> None:
+    """Raw data, numbers and the run's small files; no checkpoints, no rollouts, no pages."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in SMALL_FILES:
+        if (run_dir / name).is_file():
+            shutil.copy(run_dir / name, out / name)
+    if (run_dir / "probes").is_dir():
+        shutil.copytree(run_dir / "probes", out / "probes", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
+
+
+def numbers(out: Path) -> None:
+    """Summaries of every probe from its tables, one step at a time and pooled."""
+    for started in sorted(out.glob("probes/*/step_*/started.json")):
+        facts, folder = json.loads(started.read_text()), started.parent
+        tables = {path.stem: read(path) for path in sorted(folder.glob("*.parquet"))}
+        PROBES[facts["probe"]].summary(folder, facts, tables)
+        print(f"{facts['probe']} of step {step_of(folder)}")
+    for name in AT_EVERY_STEP:
+        if (out / "probes" / name).is_dir():
+            pool(out, name)
+    for page in out.glob("probes/*/*/figure.html"):
+        page.unlink()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/demo.yaml")
+    parser.add_argument("--run", type=Path, default=Path("runs/claims"), help="run folder (checkpoints, rollouts)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/claims_bundled"), help="what is kept")
+    parser.add_argument("--steps", type=int, default=31, help="rollout batches to train")
+    parser.add_argument("--probe-at", type=int, nargs="+", default=[10, 20, 30], help="rollout batches to probe")
+    parser.add_argument("--ledger-every", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=480.0, help="no stage begins after so many seconds")
+    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe: --set optimizer.lr=1e-4")
+    parser.add_argument("--probe-set", action="append", default=[], help="a setting of a probe: --probe-set value.pairs=60")
+    parser.add_argument("--numbers", type=Path, help="make the numbers of an --out folder and do nothing else")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The rollout engine on a CPU: columns taken along, refilled slots, options of the update."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import counterpoise as cp
+from counterpoise.rollouts import load_model, measure, sample
+from counterpoise.rollouts.backbone import backbone
+from counterpoise.tasks import task
+from counterpoise.trainer.collect import collect
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.update import prepare_update, take_step
+from tiny_models import tiny
+
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
+STOPS = [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_columns_taken_along_equal_measured_ones(name):
+    model, needs = tiny(name), frozenset({"hidden_NTD", "topk_ids_NTK", "topk_logp_NTK"})
+    rollouts = sample(
+        model,
+        PROMPTS,
+        group_size=4,
+        max_new_tokens=12,
+        temperature=0.8,
+        top_p=0.9,
+        stop_ids=STOPS,
+        seed=1,
+        needs=needs,
+        topk=5,
+        max_rows=6,
+    )
+    prompt_ids = [PROMPTS[p] for p in rollouts.prompt_index_N.tolist()]
+    found = measure(model, prompt_ids, rollouts.token_ids_NT, rollouts.mask_NT, needs, temperature=0.8, topk=5)
+    torch.testing.assert_close(rollouts.hidden_NTD, found["hidden_NTD"], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollouts.topk_logp_NTK, found["topk_logp_NTK"], atol=1e-4, rtol=0)
+    assert torch.equal(rollouts.topk_ids_NTK, found["topk_ids_NTK"])
+
+
+def test_columns_not_asked_for_are_none_and_change_no_token():
+    model, settings = tiny(), {"group_size": 3, "max_new_tokens": 9, "stop_ids": STOPS, "seed": 4}
+    plain = sample(model, PROMPTS, **settings)
+    taken = sample(model, PROMPTS, **settings, needs={"hidden_NTD"})
+    assert plain.hidden_NTD is None and taken.topk_ids_NTK is None
+    assert torch.equal(plain.token_ids_NT, taken.token_ids_NT)
+    assert sample(model, PROMPTS, **settings, engine=False, needs={"hidden_NTD"}).hidden_NTD is None
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7])
+def test_refilled_slots_decode_greedily_as_generate_does(max_rows):
+    model = tiny()
+    rollouts = sample(model, PROMPTS, group_size=2, max_new_tokens=12, stop_ids=STOPS, seed=0, greedy=True, max_rows=max_rows)
+    for row, prompt in enumerate([p for p in PROMPTS for _ in range(2)]):
+        whole = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=STOPS, pad_token_id=0)
+        assert rollouts.token_ids_NT[row][rollouts.mask_NT[row]].tolist() == whole[0, len(prompt) :].tolist()
+
+
+def test_new_weights_are_seen_by_the_next_call():
+    model = tiny()
+    settings = {"max_new_tokens": 6, "stop_ids": [], "seed": 0, "greedy": True}
+    before = sample(model, PROMPTS, **settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    after = sample(model, PROMPTS, **settings)
+    assert not torch.equal(before.token_ids_NT, after.token_ids_NT)
+    assert torch.equal(after.token_ids_NT, sample(model, PROMPTS, **settings, engine=False).token_ids_NT)
+
+
+def test_an_architecture_the_engine_does_not_know_falls_back_with_one_warning(caplog):
+    model = tiny("gpt2")
+    with caplog.at_level(logging.WARNING, logger="counterpoise.rollouts"):
+        rollouts = [sample(model, PROMPTS, max_new_tokens=4, stop_ids=[], seed=0, engine=engine) for engine in (True, True, False)]
+    assert [record.message for record in caplog.records if "engine" in record.message] == [
+        "sample: the fast engine does not know this model (GPT2LMHeadModel is none of LlamaForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM); the generic path is used."
+    ]
+    assert torch.equal(rollouts[0].token_ids_NT, rollouts[2].token_ids_NT)
+
+
+def test_delta_takes_its_columns_from_the_sampler():
+    policy, method = load_model("bundled"), cp.method("delta")
+    config = parse_config({"rollouts": {"prompts": 3, "group_size": 4, "max_new_tokens": 24}})
+    batch = collect(policy, task(name="arithmetic"), method, config, 0, 0).batch
+    assert batch.hidden_NTD is not None and batch.hidden_NTD.shape == (*batch.mask_NT.shape, 96)
+    assert {name for name in method.needs if getattr(batch, name, None) is None} == set()
+
+
+def test_recomputed_activations_change_no_gradient():
+    """One plain gradient step with and without activation checkpointing: equal bits, and the layers did run twice."""
+    method, weights, calls = cp.method("dapo"), [], []
+    for is_on in (False, True):
+        config = parse_config(
+            {"rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 40}, "optimizer": {"activation_checkpointing": is_on}}
+        )
+        policy = load_model("bundled")
+        model = prepare_update(policy.model, config.optimizer)
+        collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
+        backbone(model)  # looks at a model once, with forwards of its own
+        counted: list[int] = []
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
+        take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), method, rows, collected, config)
+        assert not any(layer.training for layer in model.model.layers)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        calls.append(len(counted))
+    assert torch.equal(*weights)
+    assert calls[1] == 2 * calls[0]
