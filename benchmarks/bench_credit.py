@@ -1,11 +1,15 @@
-"""Time of every credit rule, as a multiple of one log-softmax over the vocabulary for the same tokens.
+"""Time of every credit rule: as a multiple of one log-softmax over the vocabulary, and as a share of a whole training step.
 
     python benchmarks/bench_credit.py [--json PATH] [--rules delta top_entropy] [--rollouts 512 --tokens 1024]
+    python benchmarks/bench_credit.py --share-of bundled [--data asdiv.jsonl] [--prompts 64 --new-tokens 112]
 
-Columns: ``ratio`` time of the rule / time of the log-softmax; ``report`` the same for the rule's own logged numbers; ``growth`` time on all
-rollouts / time on a quarter of them (4 is linear); ``peak`` the most memory above the inputs. Times are medians. What would take minutes is
-measured on a part of the tokens and multiplied up, and the line says so. On a machine that does other work meanwhile, ``--cpu-time`` counts
-processor time instead of time on the wall.
+Columns: ``ratio`` time of the rule / time of the log-softmax; ``report`` the same for the rule's own logged numbers; ``x4`` and ``x16`` time on
+4 and 16 times a sixteenth of the rollouts / time on that sixteenth (4 and 16 are linear); ``peak`` the most memory above the inputs. With
+``--share-of MODEL``: ``share`` time of the rule / time of one rollout batch of the trainer (sampling, grading, four optimizer steps) on the
+same rollouts; ``columns`` what the columns that the rule needs add to sampling, as a share of the same batch.
+
+Times are medians. What would take minutes is measured on a part of the tokens and multiplied up, and the line says so. On a machine that
+does other work meanwhile, ``--cpu-time`` counts processor time instead of time on the wall.
 
 All rollouts have the full length, so the number of response tokens is rollouts * tokens.
 """
@@ -13,11 +17,14 @@ All rollouts have the full length, so the number of response tokens is rollouts 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -168,13 +175,13 @@ def measured(case: Case, batch: TokenBatch, softmax_s: float, clock: Clock) -> d
     num_tokens = int(batch.mask_NT.sum())
     part = batch if case.tokens is None else cut(batch, case.tokens)
     part_tokens = int(part.mask_NT.sum())
-    whole, quarter = timing(case, part, clock), timing(case, cut(part, part_tokens // 4), clock)
+    whole, quarter, least = (timing(case, cut(part, part_tokens // k) if k > 1 else part, clock) for k in (1, 4, 16))
     return {
         "rule": case.name,
         "params": {key: getattr(value, "func", value) for key, value in case.params.items()},
         "ratio": whole.rule_s * num_tokens / part_tokens / softmax_s,
         "report_ratio": None if whole.report_s is None else whole.report_s * num_tokens / part_tokens / softmax_s,
-        "growth": whole.rule_s / quarter.rule_s,
+        "growth": {"x4": quarter.rule_s / least.rule_s, "x16": whole.rule_s / least.rule_s},
         "peak_mib": None if whole.peak_bytes is None else whole.peak_bytes / 2**20,
         "measured_tokens": part_tokens,
         "repeats": whole.repeats,
@@ -197,7 +204,65 @@ def line(row: dict[str, Any], num_tokens: int) -> str:
     report = "" if row["report_ratio"] is None else f"{row['report_ratio']:.4f}"
     peak = "n/a" if row["peak_mib"] is None else f"{row['peak_mib']:.0f} MiB"
     part = "" if row["measured_tokens"] == num_tokens else f"  (multiplied up from {row['measured_tokens']} tokens)"
-    return f"{label:24}{row['ratio']:10.4f}{report:>10}{row['growth']:8.2f}{peak:>12}{row['repeats']:9d}{part}"
+    growth = f"{row['growth']['x4']:8.2f}{row['growth']['x16']:8.2f}"
+    return f"{label:24}{row['ratio']:10.4f}{report:>10}{growth}{peak:>12}{row['repeats']:9d}{part}"
+
+
+def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[dict[str, Any]]:
+    """Every rule on the rollouts of a real step of the trainer, as a share of that step's seconds."""
+    from counterpoise import method as make_method
+    from counterpoise.rollouts import SAMPLED, load_model
+    from counterpoise.tasks import task as make_task
+    from counterpoise.trainer.collect import collect, measured
+    from counterpoise.trainer.config import parse_config
+    from counterpoise.trainer.update import adamw, take_step
+
+    task: dict[str, Any] = {"name": "arithmetic"}
+    if args.data:
+        task = {"name": "jsonl", "path": args.data, "question": ["body", "question"], "answer": "answer", "answer_regex": "[^(]+"}
+    rollouts = {"prompts": args.prompts, "group_size": GROUP_SIZE, "max_new_tokens": args.new_tokens}
+    config = parse_config({"model": args.share_of, "task": task, "rollouts": rollouts, "optimizer": {"lr": 1e-6}})
+    policy = load_model(args.share_of, device="cuda" if torch.cuda.is_available() else "cpu")
+    plain, grader, optimizer = make_method("dapo"), make_task(**task), adamw(policy.model, config.optimizer)
+
+    def step() -> None:
+        collected = collect(policy, grader, plain, config, 0, 0)
+        credit = plain.assign(collected.batch)
+        for row_R in plain.plan(collected.batch, 4):
+            take_step(policy.model, optimizer, plain, plain.rows(collected.batch, credit, row_R), collected, config)
+
+    def sampling(method: Any) -> float:
+        return clock.median(lambda: collect(policy, grader, method, config, 0, 0))[0]
+
+    step_s, sample_s = clock.median(step)[0], sampling(plain)
+    collected, columns_s = collect(policy, grader, plain, config, 0, 0), {frozenset(): 0.0}
+    print(
+        f"{args.share_of}: {int(collected.batch.mask_NT.sum())} response tokens, step {step_s:.3f} s, sampling {sample_s:.3f} s\n"
+    )
+    print(f"{'rule':24}{'share':>10}{'columns':>10}")
+    rows = []
+    for case in chosen:
+        rule = RULES[case.name](**case.params)
+        asking = dataclasses.replace(plain, rules=(rule,))
+        taken = asking.needs & SAMPLED
+        if taken not in columns_s:
+            columns_s[taken] = max(sampling(asking) - sample_s, 0.0)
+        batch = measured(policy, asking, config, collected, reference=policy.model).batch
+        rule_s = timing(case, batch, clock).rule_s
+        rows.append(
+            {"rule": case.name, "params": case.params, "share": rule_s / step_s, "columns_share": columns_s[taken] / step_s}
+        )
+        label = case.name + "".join(f" {key}={value}" for key, value in case.params.items() if case.name == "delta")
+        print(f"{label:24}{rule_s / step_s:10.2%}{columns_s[taken] / step_s:10.2%}", flush=True)
+    return rows
+
+
+def synced(now: Callable[[], float]) -> Callable[[], float]:
+    def read() -> float:
+        torch.cuda.synchronize()
+        return now()
+
+    return read if torch.cuda.is_available() else now
 
 
 def main() -> None:
@@ -210,15 +275,25 @@ def main() -> None:
     parser.add_argument("--rules", nargs="*", default=list(RULES), choices=list(RULES), metavar="RULE")
     parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall time")
     parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--share-of", metavar="MODEL", help="shares of a training step of this model instead")
+    parser.add_argument("--data", help="a jsonl file with body, question, answer; default: the built-in arithmetic task")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()
-    chosen, clock = cases(args.rules), Clock(time.process_time if args.cpu_time else time.perf_counter, args.repeats)
+    chosen, clock = cases(args.rules), Clock(time.process_time if args.cpu_time else synced(time.perf_counter), args.repeats)
+    if args.share_of:
+        rows = shares(args, chosen, clock)
+        if args.json:
+            facts = {"date": time.strftime("%Y-%m-%d"), "device": device_name(), "torch": torch.__version__, "args": vars(args)}
+            Path(args.json).write_text(json.dumps({**facts, "rules": rows}, indent=1, default=str) + "\n")
+        return
     needs = frozenset().union(*(needs_of(RULES[case.name](**case.params)) for case in chosen))
     num_tokens = args.rollouts * args.tokens
     softmax_s, unit = softmax_seconds(args.vocab, num_tokens, clock), "processor time" if args.cpu_time else "wall time"
     shape = f"{args.rollouts} x {args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}"
     print(f"{shape}, {torch.get_num_threads()} threads, {unit}")
     print(f"one log-softmax: {softmax_s:.1f} s, multiplied up from {min(SOFTMAX_TOKENS, num_tokens)} tokens\n")
-    print(f"{'rule':24}{'ratio':>10}{'report':>10}{'growth':>8}{'peak':>12}{'repeats':>9}")
+    print(f"{'rule':24}{'ratio':>10}{'report':>10}{'x4':>8}{'x16':>8}{'peak':>12}{'repeats':>9}")
     batch = example(args.rollouts, args.tokens, args.hidden, args.vocab, needs)
     rows = []
     for case in chosen:
@@ -227,8 +302,16 @@ def main() -> None:
     if args.json:
         header = {"rollouts": args.rollouts, "tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab}
         header |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "clock": unit, "log_softmax_s": softmax_s}
-        with open(args.json, "w") as file:
-            json.dump({**header, "rules": rows}, file, indent=1, default=str)
+        header |= {"date": time.strftime("%Y-%m-%d"), "device": device_name()}
+        Path(args.json).write_text(json.dumps({**header, "rules": rows}, indent=1, default=str) + "\n")
+
+
+def device_name() -> str:
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
+    )
 
 
 if __name__ == "__main__":

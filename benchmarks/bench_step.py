@@ -85,7 +85,7 @@ def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
         "method": {"name": "delta" if args.who == "ours delta" else "dapo"},
         "num_steps": args.warmup + args.batches,
         "rollouts": {"prompts": args.prompts, "group_size": args.group_size, "max_new_tokens": args.new_tokens},
-        "optimizer": {"lr": 1e-6, "steps_per_batch": args.updates, "token_budget": 32768},
+        "optimizer": {"lr": 1e-6, "steps_per_batch": args.updates},
         "eval": {"every": 0},
         "ledger": {"every": 0},
         "checkpoint_every": 0,
@@ -108,7 +108,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(yaml.safe_dump(recipe(args, f"{folder}/run")))
+        settings = recipe(args, f"{folder}/run")
+        settings["num_steps"] += 1  # the last batch of a run writes a checkpoint and is left out
+        file.write_text(yaml.safe_dump(settings))
         began = now()
         train(load_config(file, args.set), progress=Stopwatch(quiet=True))
         timing = [json.loads(line) for line in (Path(folder) / "run/timing.jsonl").read_text().splitlines()]
@@ -118,7 +120,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     }
     length = statistics.mean(row["rollouts/length"] for row in metrics)
     return {
-        "seconds": differences([began, *times])[args.warmup :],
+        "seconds": differences([began, *times])[args.warmup : -1],
         "peak_bytes": peak(),
         "note": f"mean length {length:.0f}, " + " ".join(f"{key} {value:.3f}" for key, value in stages.items()),
     }
@@ -127,7 +129,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
 def trl(args: argparse.Namespace) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from counterpoise.rollouts import load_model
     from counterpoise.tasks import task as make_task
@@ -140,7 +143,7 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
     prompts = list(itertools.islice(task.prompts("train", 0), args.prompts * settings["num_steps"]))
     rows = [{"prompt": [{"role": "user", "content": p.text}], "text": p.text, "answer": p.answer, "id": str(p.id)} for p in prompts]
 
-    def reward(completions: list[Any], text: list[str], answer: list[Any], id: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[Any], text: list[str], answer: list[Any], id: list[str], **_: Any) -> list[float | None]:
         parts = zip(text, answer, id, completions)
         return [task.reward(Prompt(id=i, text=t, answer=a), c[0]["content"]) for t, a, i, c in parts]
 

@@ -97,6 +97,9 @@ def test_bad_input(tmp_path: Path) -> None:
         audit_plans(write_run(tmp_path / "a", columns=("group", "token_ids")))
     with pytest.raises(ValueError, match="no rollouts of step 9; it has steps 3 to 3"):
         audit_plans(write_run(tmp_path / "b"), step=9)
+    write_table(tmp_path / "tokens.parquet", {"group": [0], "reward": [1.0], "token_ids": [5]})
+    with pytest.raises(ValueError, match="has one row a token. Give a file with one row a rollout"):
+        audit_plans(tmp_path / "tokens.parquet")
     (tmp_path / "c.parquet").write_text("no table")
     with pytest.raises(ValueError, match="is not a parquet file"):
         audit_plans(tmp_path / "c.parquet")

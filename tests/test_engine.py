@@ -11,6 +11,7 @@ import counterpoise as cp
 from counterpoise.rollouts import load_model, measure, sample
 from counterpoise.rollouts.backbone import backbone
 from counterpoise.tasks import task
+from counterpoise.trainer import update
 from counterpoise.trainer.collect import collect
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.update import prepare_update, take_step
@@ -112,3 +113,31 @@ def test_recomputed_activations_change_no_gradient():
         calls.append(len(counted))
     assert torch.equal(*weights)
     assert calls[1] == 2 * calls[0]
+
+
+def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatch, caplog):
+    """The gradient is that of the whole step; what did not fit is remembered; a single rollout that does not fit is the user's to solve."""
+    method, weights, most = cp.method("dapo"), [], [1000]
+    plain = update.token_logp
+
+    def token_logp(model, prompt_ids, *args, **options):
+        if len(prompt_ids) > most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(model, prompt_ids, *args, **options)
+
+    monkeypatch.setattr(update, "token_logp", token_logp)
+    config = parse_config({"rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 40}, "optimizer": {"token_budget": 1024}})
+    for most[0] in (1000, 6):
+        policy = load_model("bundled")
+        collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
+        rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
+        take_step(policy.model, torch.optim.SGD(policy.model.parameters(), lr=0.1), method, rows, collected, config)
+        weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
+    torch.testing.assert_close(*weights, atol=1e-7, rtol=0)
+    advice = [record.message for record in caplog.records if "token_budget" in record.message]
+    assert advice[-1].startswith("update: no memory for micro-batches of ") and len(advice) <= 3
+    take_step(policy.model, torch.optim.SGD(policy.model.parameters(), lr=0.1), method, rows, collected, config)
+    assert len([record for record in caplog.records if "token_budget" in record.message]) == len(advice)
+    most[0] = 0
+    with pytest.raises(ValueError, match="no memory for a single rollout. Set optimizer.activation_checkpointing to true"):
+        take_step(policy.model, torch.optim.SGD(policy.model.parameters(), lr=0.1), method, rows, collected, config)

@@ -14,7 +14,7 @@ import torch
 
 from counterpoise.report.folder import open_run
 from counterpoise.report.imports import import_run
-from counterpoise.report.page import content
+from counterpoise.report.page import content, render
 from counterpoise.report.steps import open_step
 from counterpoise.report.viewer_data import step_info
 
@@ -197,6 +197,7 @@ def test_trl_by_words(tmp_path):
     assert tokens["text"].tolist() == ["five", " plus", " one", "six"]
     assert tokens["reward"].tolist() == [1.5, 1.5, 1.5, 0.5]
     assert tokens["advantage"].tolist() == [0.7, 0.7, 0.7, -0.7]
+    assert tokens["advantages"].tolist() == tokens["advantage"].tolist()
     assert "inference_logprobs" not in tokens
 
 
@@ -221,6 +222,8 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
     assert {"advantages", "entropy", "confidence", "category"} <= {c["name"] for c in info["columns"] if c["kind"] != "none"}
     assert info["groups"][0]["prompt"] == "what is"
     found = content([open_run(tmp_path / "run")])
+    assert found.problems == []
+    assert "An imported dump has no ledger" in render(found) and "in the recipe" not in render(found)
     assert [card.chart.name for card in found.cards["credit"]] == ["weights", "credit", "categories"]
     assert [card.chart.name for card in found.cards["learning"]] == ["reward", "entropy", "length"]
 

@@ -57,12 +57,15 @@ def stepped(model, optimizer, weight_NT) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("is_batched", [True, False])
 @pytest.mark.parametrize("token_budget", [6, 16384])
-def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget):
+def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget, monkeypatch):
+    monkeypatch.setattr("counterpoise.ledger.logprobs.LEAST_BUDGET", 1)
     model = clean_gpt2(tied=tied)
     params = trainable(model)
     torch.manual_seed(1)
     direction_C = {name: torch.randn(2, *p.shape, dtype=p.dtype) for name, p in params.items()}
-    change_CNT = change_along(of_model(model, texts(token_budget=token_budget)), params, direction_C, is_batched=is_batched)
+    logprobs = of_model(model, texts(token_budget=token_budget))
+    assert len(list(logprobs.forward_chunks(2))) == (4 if token_budget == 6 else 1)
+    change_CNT = change_along(logprobs, params, direction_C, is_batched=is_batched)
 
     def logp(c: int, s: float) -> torch.Tensor:
         moved = {name: p + s * direction_C[name][c] for name, p in params.items()}
@@ -76,6 +79,15 @@ def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget):
         torch.testing.assert_close(change_CNT[c], slope_NT, rtol=1e-6, atol=1e-7)
     assert change_CNT[:, ~MASK_NT].abs().max() == 0
     assert change_CNT[:, MASK_NT].abs().min() > 1e-3
+
+
+def test_forward_passes_share_the_budget_by_their_memory():
+    """A row costs 102.4 tokens of the budget in forward mode; values and 3 directions leave 2,048 of 8,192 for each: 20 rows a pass."""
+    nothing = torch.zeros(30, 1).bool()
+    logprobs = LogProbs(nothing, [10] * 30, at, at, 8192, [102.4] * 30)
+    assert [len(row_R) for row_R in logprobs.forward_chunks(3)] == [20, 10]
+    assert sorted(torch.cat(list(logprobs.forward_chunks(3))).tolist()) == list(range(30))
+    assert [len(row_R) for row_R in logprobs.chunks(range(30))] == [30]
 
 
 def test_classes_add_up_and_the_rest_of_sgd_is_nothing():

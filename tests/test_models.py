@@ -208,10 +208,18 @@ def write_gguf(path, model):
 
 
 @torch.no_grad()
-def test_a_gguf_model_is_plain_again_and_can_be_saved(tmp_path):
+def test_a_gguf_model_is_plain_again_and_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("COUNTERPOISE_CACHE", str(tmp_path / "cache"))
     model = tiny()
     write_gguf(tmp_path / "tiny.gguf", model)
     policy = load_model(str(tmp_path / "tiny.gguf"))
+    (folder,) = (tmp_path / "cache" / "models").iterdir()
+    assert not list(folder.rglob("*.tmp"))
+    with monkeypatch.context() as patched:  # the second time the file itself is not read
+        patched.setattr("counterpoise.rollouts.models.plain", lambda model: pytest.fail("converted again"))
+        second = load_model(str(tmp_path / "tiny.gguf"), dtype=torch.float64)
+    torch.testing.assert_close(second.model(IDS).logits, model.double()(IDS).logits)
+    model.float()
     expected = model(IDS).logits
     torch.testing.assert_close(policy.model(IDS).logits, expected)
     assert getattr(policy.model.config, "quantization_config", None) is None

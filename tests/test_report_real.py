@@ -148,8 +148,7 @@ def test_every_section_of_the_report(page, run_dir, metrics):
         number = int(sample.locator(".meta").inner_text().split()[1])
         assert sample.locator("pre").inner_text().removesuffix("<eos>") == rollouts["text"][number]
     page.set_viewport_size({"width": 390, "height": 844})
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    settled(page, "document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.browser
@@ -176,8 +175,9 @@ def test_colours_hover_and_every_number_of_a_token(page, address, table):
 @pytest.mark.browser
 @NEEDS_CHROMIUM[1]
 def test_click_keyboard_and_deep_link(page, address, table):
-    opened(page, address, "#step=1&prompt=0&colour=coupling")
-    rows = table[table["group"] == 0].reset_index(drop=True)
+    prompt = table.groupby("group")["is_flip"].sum().idxmax()
+    opened(page, address, f"#step=1&prompt={prompt}&colour=coupling")
+    rows = table[table["group"] == prompt].reset_index(drop=True)
     page.locator(".t[data-i='3']").click()
     page.wait_for_selector(".twins.list")
     twins = rows[rows["text"] == rows["text"][3]]
@@ -189,7 +189,8 @@ def test_click_keyboard_and_deep_link(page, address, table):
     after = [i for i in rows.index if i > 3 and rows["is_flip"][i]]
     settled(page, f"location.hash.includes('marked=1') && document.querySelector('.t.focus')?.dataset.i === '{after[0]}'")
     page.keyboard.press("Escape")
-    for key, wanted in (("j", "prompt=1"), ("[", "step=0"), ("]", "step=1"), ("a", "layout=aligned"), ("x", "flips=1")):
+    move, other = ("j", prompt + 1) if prompt == 0 else ("k", prompt - 1)
+    for key, wanted in ((move, f"prompt={other}"), ("[", "step=0"), ("]", "step=1"), ("a", "layout=aligned"), ("x", "flips=1")):
         page.keyboard.press(key)
         settled(page, f"location.hash.includes('{wanted}')")
     page.keyboard.press("ArrowRight")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_columns_are_the_files_numbers(client, table, name, group):
     got = np.frombuffer(answer.content, np.dtype(answer.headers["X-Dtype"]).newbyteorder("<"))
     want = table[table["group"] == group][name].to_numpy(float)
     np.testing.assert_array_equal(got.astype(float), want)
+
+
+def test_a_column_of_any_name_is_served(client, table):
+    name = f"part_sign_{HOSTILE[0]}"  # has slashes
+    answer = client.get(f"/api/steps/0/prompts/1/columns/{urllib.parse.quote(name, safe='')}")
+    assert np.frombuffer(answer.content, "<f8").tolist() == table[table["group"] == 1][name].tolist()
 
 
 def test_texts_are_codes_into_the_vocabulary(client, table):

@@ -22,5 +22,7 @@ def test_examples(name):
 
 def test_some_have_examples():
     finder = doctest.DocTestFinder()
-    found = [case for name in MODULES for case in finder.find(importlib.import_module(f"counterpoise.hosts.{name}")) if case.examples]
+    found = [
+        case for name in MODULES for case in finder.find(importlib.import_module(f"counterpoise.hosts.{name}")) if case.examples
+    ]
     assert len(found) >= 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ pytest.importorskip(
 )
 
 import counterpoise as cp
+from counterpoise.hosts import verl_checks, verl_methods, verl_order
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl_checks import check_config, mode_of
 from counterpoise.hosts.verl_methods import agg_mode, loss_trouble, setup, trainer_trouble
@@ -92,6 +94,12 @@ def test_the_pages_python_runs():
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_examples_in_docstrings():
+    for module in (verl_checks, verl_methods, verl_order):
+        done = doctest.testmod(module)
+        assert done.attempted > 0 and done.failed == 0
 
 
 def test_the_table_is_what_the_code_does():

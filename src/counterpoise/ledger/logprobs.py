@@ -19,6 +19,7 @@ from counterpoise.rollouts import length_buckets, logp_function, token_logp
 from counterpoise.rollouts.backbone import evaluating
 
 Params = dict[str, Tensor]
+LEAST_BUDGET = 4096  # tokens of a forward-mode pass, directions included: below it calls cost more than arithmetic
 MATHS_PATHS = ("eager", "sdpa")  # attention implementations of Hugging Face that can take the maths path
 
 
@@ -76,7 +77,7 @@ class LogProbs(NamedTuple):
     def forward_chunks(self, num_directions: int) -> Iterator[Tensor]:
         """All row numbers in chunks of similar length, for a forward-mode pass: values and directions share the budget."""
         lengths = self.forward_lengths or self.lengths
-        return self._cut(range(len(lengths)), lengths, self.token_budget / (1 + num_directions))
+        return self._cut(range(len(lengths)), lengths, max(LEAST_BUDGET, self.token_budget) / (1 + num_directions))
 
     def _cut(self, rows: Sequence[int], lengths: Sequence[float], budget: float) -> Iterator[Tensor]:
         # whole numbers a thousand times finer, since a token of forward mode may cost less than one of the budget

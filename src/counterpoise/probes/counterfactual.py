@@ -121,20 +121,27 @@ def rank_correlations(parts: list[Frame]) -> dict[str, float]:
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Shares of the update by category, beside the category's share of tokens."""
-    import plotly.graph_objects as go
+    """Left: shares of the update by category, beside the category's share of tokens. Right: full minus positives only."""
+    from plotly.subplots import make_subplots
 
-    out, shares = go.Figure(), numbers["share_by_category"]
-    names = {
-        "tokens": "share of tokens",
-        "full": "full update",
-        "positives": "positives only",
-        "negatives": "negatives only",
-        "head": "head only",
-    }
+    titles = ("share of sum |change of log-prob|", "full minus positives only")
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.62, 0.38])
+    names = dict(
+        zip(
+            ("tokens", "full", "positives", "negatives", "head"),
+            ("tokens", "full", "positives only", "negatives only", "head only"),
+        )
+    )
     for (variant, name), colour in zip(names.items(), ("#BBBBBB", "#000000", "#0072B2", "#D55E00", "#009E73")):
-        found = shares[variant]
-        mean = [one["mean"] for one in found.values()]
-        out.add_bar(x=list(found), y=mean, name=name, error_y=error_bars(list(found.values())), marker_color=colour)
-    out.update_layout(title="Where an update goes, by token category", barmode="group")
-    return out.update_yaxes(title="share of sum |change of log-prob| (95% interval)", tickformat=".0%")
+        found = numbers["share_by_category"][variant]
+        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_bar(x=list(found), y=y, error_y=bars, name=name, marker_color=colour, row=1, col=1)
+    for key, name, colour in (("", "with momentum", "#000000"), ("_fresh", "no momentum", "#CC79A7")):
+        found = numbers[f"share_full_minus_positives{key}"]
+        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        style = {"mode": "markers", "name": f"difference, {name}", "marker": {"color": colour, "size": 9}}
+        out.add_scatter(x=list(found), y=y, error_y=bars, **style, row=1, col=2)
+    out.add_hline(y=0, line={"color": "#999"}, row=1, col=2)  # pyright: ignore[reportArgumentType]
+    out.update_layout(title="Where an update goes, by token category", barmode="group", scattermode="group")
+    out.update_yaxes(title="share, 95% interval", tickformat=".0%", row=1, col=1)
+    return out.update_yaxes(tickformat=".0%", row=1, col=2)

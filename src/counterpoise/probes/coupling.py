@@ -98,7 +98,7 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     from plotly.subplots import make_subplots
 
     titles = ("the head's kernel, pairs of one prompt", "all parameters: what three peers bring to a token")
-    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12, column_widths=[0.4, 0.6])
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.13, column_widths=[0.38, 0.62])
     for token, colour in (("identical", "#0072B2"), ("different", "#D55E00")):
         found = {level: numbers["head"].get(f"{token}/{level}") for level in ("none", "one", "both")}
         found = {level: one for level, one in found.items() if one}
@@ -107,11 +107,11 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     causal = numbers["causal"]
     mean, bars = [v["aligned"]["mean"] for v in causal.values()], error_bars([v["aligned"] for v in causal.values()])
     colours = ["#0072B2" if name.startswith("same") else "#D55E00" for name in causal]
-    labels = [f"{name.replace('/', ', ')} (n={one['num']})" for name, one in causal.items()]
+    labels = [f"{name.replace('/', '<br>')}<br>n={one['num']}" for name, one in causal.items()]
     out.add_bar(x=labels, y=mean, error_y=bars, marker_color=colours, showlegend=False, row=1, col=2)
-    out.update_layout(title="Which tokens push which", barmode="group", legend={"x": 0.2, "y": 0.98})
-    out.update_xaxes(title="confident tokens of the pair (p >= 0.9)", row=1, col=1).update_xaxes(
-        title="peers: token, entropy, sign of their advantage", row=1, col=2
+    out.update_layout(title="Which tokens push which", barmode="group")
+    out.update_xaxes(title="confident tokens of the pair", row=1, col=1).update_xaxes(
+        title="peers: token, entropy, sign of advantage", row=1, col=2
     )
-    out.update_yaxes(title="mean |phi x <h, h'>|, log scale", type="log", row=1, col=1)
-    return out.update_yaxes(title="tau x sign of the peers' advantage, nats", row=1, col=2)
+    out.update_yaxes(title="mean |kernel|, log scale", type="log", dtick=2, row=1, col=1)
+    return out.update_yaxes(title="tau along their advantage, nats", row=1, col=2)

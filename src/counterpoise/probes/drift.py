@@ -47,8 +47,11 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
     try:
         for path in paths:
             checkpoint.load_weights(path, model)
+            sizes = [len(entry["solutions"]) for entry in bank]
+            prompts = [entry["prompt_ids"] for entry in bank for _ in entry["solutions"]]
+            logp = score(scene, prompts, [ids for entry in bank for ids in entry["solutions"]]).split(sizes)
             for k, entry in enumerate(bank):
-                found, (bank[k],) = drift([entry], lambda prompts, solutions: score(scene, prompts, solutions))
+                found, (bank[k],) = drift([entry], lambda prompts, solutions, k=k, logp=logp: logp[k])
                 out.append(
                     {"prompt": entry["prompt_id"], "step": step_of(path), **{n: found[n] for n in ("log_odds_change", "entropy")}}
                 )
@@ -97,4 +100,4 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     out.add_scatter(x=[int(s) for s in found], y=mean, error_y=bars, mode="lines+markers", line={"color": "#0072B2"})
     title = f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']} prompts)"
     out.update_layout(title=title, xaxis_title="rollout batch")
-    return out.update_yaxes(title="mean |change of log-odds|, nats (95% interval)", rangemode="tozero")
+    return out.update_yaxes(title="mean |change|, nats, 95% interval", rangemode="tozero")

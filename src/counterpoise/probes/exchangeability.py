@@ -18,7 +18,7 @@ from counterpoise.ledger.residual import residual
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Drawing, Frame, Output
+from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import measure
 from counterpoise.trainer.collect import autocast
@@ -66,30 +66,28 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     return numbers
 
 
-def node_rows(scene: Scene) -> list[dict[str, Any]]:
+def node_rows(scene: Scene) -> Columns:
     """One row a node and loss."""
     batch, logp_NT = scene.collected.batch, off_policy_logp(scene)
-    everyone = torch.arange(batch.num_rollouts)
-    out = []
-    for name, (_, _, axes) in LOSSES.items():
-        chosen: Method = make_method("dr_grpo", **(BASE | axes))
-        credit = chosen.assign(batch)
-        rows = chosen.prepare(logp_NT, chosen.rows(batch, credit, everyone))
-        loss = chosen.loss(logp_NT, rows)
-        nodes = prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N)
-        value_M = residual((loss.coef_NT * rows.scale_NT).double(), nodes)
-        plain_M = residual(torch.where(batch.mask_NT, credit.advantage_N[:, None], 0).double(), nodes)
-        shared = sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, credit.advantage_N)
-        full = set(nodes.node_NT[shared.is_full_NT].tolist())
-        group_M = torch.zeros_like(nodes.size_M).index_put(
-            (nodes.node_NT[batch.mask_NT],), batch.group_N[:, None].expand_as(batch.mask_NT)[batch.mask_NT]
-        )
-        for node in nodes.node_NT[shared.is_both_NT].unique().tolist():
-            found = {"residual": float(value_M[node]), "of_advantage": float(plain_M[node]), "is_full": node in full}
-            out.append({"loss": name, "group": int(group_M[node]), "node": node, **found})
-    if not out:
+    everyone = torch.arange(batch.num_rollouts, device=batch.mask_NT.device)
+    advantage_N = make_method("dr_grpo", **BASE).assign(batch).advantage_N
+    columns = (batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu())
+    nodes, shared = prefix_nodes(*columns), sharing(*columns, advantage_N.cpu())
+    node_K = nodes.node_NT[shared.is_both_NT].unique()
+    if not len(node_K):
         raise ValueError(f"exchangeability: good and bad rollouts of step {scene.step} share no token. Choose another step.")
-    return out
+    first_M = torch.zeros_like(nodes.size_M).index_put((nodes.node_NT[columns[1]],), columns[1].nonzero()[:, 0])
+    plain_M = residual(torch.where(columns[1], advantage_N.cpu()[:, None], 0).double(), nodes)
+    is_full_M = torch.zeros_like(nodes.size_M, dtype=torch.bool).index_fill(0, nodes.node_NT[shared.is_full_NT], True)
+    known = {"group": columns[2][first_M[node_K]], "node": node_K, "of_advantage": plain_M[node_K], "is_full": is_full_M[node_K]}
+    out: Columns = {name: value.repeat(len(LOSSES)).numpy() for name, value in known.items()}
+    values = []
+    for _, _, axes in LOSSES.values():
+        chosen: Method = make_method("dr_grpo", **(BASE | axes))
+        rows = chosen.prepare(logp_NT, chosen.rows(batch, chosen.assign(batch), everyone))
+        loss = chosen.loss(logp_NT, rows)
+        values.append(residual((loss.coef_NT * rows.scale_NT).double().cpu(), nodes)[node_K])
+    return {"loss": [name for name in LOSSES for _ in node_K], **out, "residual": torch.cat(values).numpy()}
 
 
 def off_policy_logp(scene: Scene) -> torch.Tensor:
@@ -118,7 +116,12 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     for (name, kind), colour in zip((kinds | {"M1 and M2": (True, True)}).items(), ("#0072B2", "#E69F00", "#CC79A7", "#D55E00")):
         found = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=list(found), y=mean, error_y=bars, name=name, marker_color=colour)
+        out.add_bar(x=[wrapped(loss) for loss in found], y=mean, error_y=bars, name=name, marker_color=colour)
     out.update_layout(title="What a loss leaves at shared tokens beyond what equal weights would")
-    out.update_xaxes(categoryorder="array", categoryarray=list(numbers))
-    return out.update_yaxes(title="mean |residual - residual of equal weights| (95% interval)")
+    out.update_xaxes(categoryorder="array", categoryarray=[wrapped(loss) for loss in numbers])
+    return out.update_yaxes(title="mean |excess residual|, 95% interval")
+
+
+def wrapped(loss: str) -> str:
+    """A label on several lines."""
+    return loss.replace(", ", ",<br>").replace(" ", "<br>", 1)

@@ -64,24 +64,23 @@ def shares(tokens: Frame) -> dict[str, Any]:
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Flip rate by sign over training, of all tokens and of those that changed."""
-    import plotly.graph_objects as go
+    """Left: flip rate by sign over training, of all tokens and of those that changed. Right: shares by sign, all batches together."""
+    from plotly.subplots import make_subplots
 
-    out, by_step = go.Figure(), numbers["by_step"]
+    titles = ("flip rate over training", "what became of the tokens, all batches")
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.6, 0.4])
+    by_step = numbers["by_step"]
     for quantity, dash, what in (("flip_of_moved", "solid", "of tokens that changed"), ("flip", "dot", "of all tokens")):
         for side, colour in COLOURS.items():
-            found = {step: one[quantity][side] for step, one in by_step.items() if side in one[quantity]}
-            line = {"color": colour, "dash": dash}
-            bars = error_bars(list(found.values()))
-            y = [one["mean"] for one in found.values()]
-            out.add_scatter(
-                x=[int(step) for step in found],
-                y=y,
-                error_y=bars,
-                mode="lines+markers",
-                name=f"{side} advantage, {what}",
-                line=line,
-            )
-    out.add_hline(y=0.5, line={"color": "#999", "dash": "dash"}, annotation_text="sign of the advantage tells nothing")
-    out.update_layout(title="Tokens that an update moves against their own advantage", xaxis_title="rollout batch")
-    return out.update_yaxes(title="flip rate (95% interval over prompts)", range=[0, 0.75], tickformat=".0%")
+            found = {int(step): one[quantity][side] for step, one in by_step.items() if side in one[quantity]}
+            y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+            style = {"mode": "lines+markers", "name": f"{side}, {what}", "line": {"color": colour, "dash": dash}}
+            out.add_scatter(x=list(found), y=y, error_y=bars, **style, row=1, col=1)
+    for side, colour in COLOURS.items():
+        found = {name: numbers[name][side] for name in CHANGES if side in numbers[name]}
+        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        out.add_bar(x=list(found), y=y, error_y=bars, name=f"{side} rollouts", marker_color=colour, row=1, col=2)
+    out.add_hline(y=0.5, line={"color": "#999", "dash": "dash"}, row=1, col=1)  # pyright: ignore[reportArgumentType]
+    out.update_layout(title="Tokens that an update moves against their own advantage", barmode="group")
+    out.update_xaxes(title="rollout batch", row=1, col=1)
+    return out.update_yaxes(title="share of tokens, 95% interval", tickformat=".0%", rangemode="tozero")

@@ -56,9 +56,15 @@ def write_summary(folder: Path, facts: dict[str, Any], numbers: dict[str, Any], 
     write_json(folder / "summary.json", summary)
     if importlib.util.find_spec("plotly") is None:
         return {**summary, "folder": str(folder), "no_figure": "plotly is not installed: pip install 'counterpoise[report]'"}
-    page = draw().update_layout(template="plotly_white", font={"size": 14}).to_html(include_plotlyjs=True, full_html=True)
-    write_text(folder / "figure.html", page)
+    write_text(folder / "figure.html", dressed(draw()).to_html(include_plotlyjs=True, full_html=True))
     return {**summary, "folder": str(folder)}
+
+
+def dressed(figure: Drawing) -> Drawing:
+    """The common looks: a legend in one line under the title, exponents as powers of ten."""
+    legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
+    figure.update_layout(template="plotly_white", font={"size": 13}, legend=legend, margin={"t": 125, "r": 20}, title={"y": 0.97})
+    return figure.update_yaxes(exponentformat="power")
 
 
 def pooled_tables(folders: list[Path]) -> dict[str, Frame]:

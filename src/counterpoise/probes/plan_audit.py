@@ -88,6 +88,8 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
     table = pq.read_table(file, columns=[*NEEDED, *(["advantage"] if "advantage" in names else [])])
     column = {name: table.column(name).to_pylist() for name in table.column_names}
     ids = column["token_ids"]
+    if not all(isinstance(row, list) for row in ids):
+        raise ValueError(f"audit: {file} has one row a token. Give a file with one row a rollout (rollouts/step_*.parquet).")
     batch = TokenBatch.from_lists(
         ids, group=column["group"], reward=column["reward"], sampler_logp=[[0.0] * len(row) for row in ids]
     )

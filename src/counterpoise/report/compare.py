@@ -210,7 +210,7 @@ def _is_rewards(value: Any) -> bool:
 
 
 def _are_numbers(row: list[Any]) -> bool:
-    return all(isinstance(x, (int, float)) for x in row)
+    return all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
 
 
 def _clean(interval: Interval) -> list[float | None]:

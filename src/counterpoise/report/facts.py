@@ -114,7 +114,8 @@ def _reward_tile(runs: list[RunFolder]) -> Tile | None:
         return None
     last = over_seeds([s.iloc[-10:].mean() for s in found]) if len(found) > 1 else over_seeds(list(found[0].iloc[-10:]))
     kind = _of_seeds(found) or ", interval over them"
-    return Tile("training reward", with_interval(*last), f"last {min(10, len(found[0]))} batches{kind}")
+    num = min(10, len(found[0]))
+    return Tile("training reward", with_interval(*last), f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(found)}")
 
 
 def _flip_tile(runs: list[RunFolder]) -> Tile | None:
@@ -195,4 +196,4 @@ def _setting(value: Any) -> str:
 
 
 def _steps_done(run: RunFolder) -> int:
-    return int(run.metrics["step"].max()) + 1 if len(run.metrics) else 0
+    return len(run.metrics)

@@ -230,8 +230,10 @@ def _bounds_text(low: np.ndarray, high: np.ndarray) -> list[str]:
 def _pad_x(figure: go.Figure, steps: Sequence[np.ndarray]) -> None:
     """Room at both ends, so that a first label at 0 does not meet that of the other axis."""
     low, high = (float(pick([pick(step) for step in steps])) for pick in (min, max))
-    pad = max(0.02 * (high - low), 0.15)
-    figure.update_xaxes(range=[low - pad, high + pad])
+    pad = max(0.02 * (high - low), 0.15) if high > low else 1
+    figure.update_xaxes(
+        range=[low - pad, high + pad], dtick=1 if high - low < 8 else None
+    )  # batches are counted, never halves of them
 
 
 def _add_band(figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarray, shade: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,11 +113,11 @@ def open_run(path: str | Path) -> RunFolder:
     manifest = _mapping(path, "manifest.json", problems)
     run = RunFolder(
         path=path.resolve(),
-        config=_mapping(path, "config.yaml", problems),
+        config=_mapping(path, "config.yaml", problems, needed="imported_from" not in manifest),
         manifest=manifest,
         metrics=_numbers(path, "metrics.jsonl", problems),
         timing=_numbers(path, "timing.jsonl", problems, needed=False),
-        evals=[row for row in _rows(path, "evals.jsonl", problems, needed=False) if isinstance(row.get("step"), int)],
+        evals=[row for row in _rows(path, "evals.jsonl", problems, needed=False) if type(row.get("step")) is int],
         problems=problems,
     )
     if manifest:
@@ -164,10 +165,10 @@ def _may_match(parquet: pq.ParquetFile, row_group: int, names: list[str], equal:
     return True
 
 
-def _mapping(path: Path, name: str, problems: list[str]) -> dict[str, Any]:
+def _mapping(path: Path, name: str, problems: list[str], needed: bool = True) -> dict[str, Any]:
     file = path / name
     if not file.exists() or not is_inside(path, file):
-        problems.append(f"{name} is missing.")
+        problems.extend([f"{name} is missing."] if needed else [])
         return {}
     found = _read_yaml(file, problems) if name.endswith(".yaml") else _read_json(file, problems)
     if found is not None and not isinstance(found, dict):
@@ -217,12 +218,12 @@ def _rows(path: Path, name: str, problems: list[str], needed: bool = True) -> li
 
 
 def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) -> pd.DataFrame:
-    """One row a step, numbers only; the last row of a step wins."""
-    rows = [row for row in _rows(path, name, problems, needed) if isinstance(row.get("step"), int)]
+    """One row a step, finite numbers only; the last row of a step wins."""
+    rows = [row for row in _rows(path, name, problems, needed) if type(row.get("step")) is int]
     frame = pd.DataFrame(rows)
     if frame.empty:
         return pd.DataFrame({"step": pd.Series(dtype="int64")})
-    numeric: Any = frame.apply(lambda column: pd.to_numeric(column, errors="coerce"))
+    numeric: Any = frame.apply(lambda column: pd.to_numeric(column, errors="coerce")).replace([math.inf, -math.inf], math.nan)
     is_last = ~numeric["step"].duplicated(keep="last")
     return numeric.loc[is_last].sort_values(by="step").reset_index(drop=True)
 

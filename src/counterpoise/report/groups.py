@@ -87,7 +87,7 @@ def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
 
 def eval_series(run: RunFolder, key: str = "eval/accuracy") -> pd.Series:
     """Evaluations by the number of rollout batches trained before; from ``evals.jsonl``, else from ``metrics.jsonl``."""
-    rows = {row["step"]: row[key] for row in run.evals if isinstance(row.get(key), (int, float))}
+    rows = {row["step"]: row[key] for row in run.evals if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])}
     if rows:
         return pd.Series(rows, dtype=float).sort_index()
     series = _metric(run, key)

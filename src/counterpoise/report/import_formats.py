@@ -114,6 +114,8 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
             text = _message_text(row["completion"])
             ids, texts = (encode or word_tokens)(text)
             columns: dict[str, list[Any]] = {"token_ids": ids, "text": texts, "loss_mask": [True] * len(ids)}
+            advantage = _scalar(row.get("advantage"))
+            columns |= {} if advantage is None else {"advantages": [advantage] * len(ids)}  # TRL gives it to every token
             found = [row[name] for name in names if row[name] is not None]
             yield Imported(
                 int(row.get("step") or 0),
@@ -121,7 +123,7 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
                 [],
                 text,
                 float(sum(found)) if found else None,
-                _scalar(row.get("advantage")),
+                advantage,
                 columns,
             )
 

@@ -30,7 +30,8 @@ SECTIONS = {
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
 }
-LEDGER_OFF = "No tokens table in this run: set ledger.every in the recipe to have one."
+LEDGER_OFF = "This run has no ledger: set ledger.every in the recipe to have one."
+IMPORTED = "An imported dump has no ledger: what an update does to tokens is measured while it is done."
 
 
 class Card(NamedTuple):
@@ -98,7 +99,7 @@ def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: A
         axes=facts.axes_table(groups),
         settings=facts.settings_table(groups),
         cards={name: [Card(c, d) for c, d in drawn if d is not None and c.section == name] for name in SECTIONS},
-        absent={name: [_lack(c) for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
+        absent={name: [_lack(c, groups) for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
         comparison=compare,
         details=[samples.detail(group.label, group.runs[0], step, 3 if len(groups) == 1 else 1) for group in groups],
         problems=[f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems] + trouble,
@@ -117,7 +118,7 @@ def render(found: Content) -> str:
             sections=SECTIONS,
             figures=figures,
             origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
-            ledger_off=LEDGER_OFF,
+            ledger_off=IMPORTED if _is_imported(found.groups) else LEDGER_OFF,
             policy=policy(scripts=[plotly, script], styles=[style, ""]),
             script=script,
             style=style,
@@ -174,8 +175,12 @@ def _style_ids(plotly: str) -> list[str]:
     return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
 
 
-def _lack(chart: charts.Chart) -> str:
-    return f"{chart.title} (needs {chart.needs})" if chart.needs else chart.title
+def _lack(chart: charts.Chart, groups: Sequence[Group]) -> str:
+    return f"{chart.title} (needs {chart.needs})" if chart.needs and not _is_imported(groups) else chart.title
+
+
+def _is_imported(groups: Sequence[Group]) -> bool:
+    return all("imported_from" in run.manifest for group in groups for run in group.runs)
 
 
 def _comparison(groups: Sequence[Group], compared: dict[str, Any]) -> tuple[Comparison | None, list[str]]:

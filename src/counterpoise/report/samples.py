@@ -202,5 +202,5 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
 
 def _is_plan(rows: Any) -> bool:
     return isinstance(rows, list) and all(
-        isinstance(part, Sequence) and all(isinstance(r, int) and r >= 0 for r in part) for part in rows
+        isinstance(part, Sequence) and all(type(r) is int and r >= 0 for r in part) for part in rows
     )

@@ -76,7 +76,7 @@ def app(path: Path, port: int) -> Any:
         Route("/assets/{name}", asset),
         Route("/api/run", run),
         Route("/api/steps/{step:int}", step),
-        Route(f"{prompt}/columns/{{name}}", column),
+        Route(f"{prompt}/columns/{{name:path}}", column),
         Route(f"{prompt}/tokens/{{at:int}}", token),
     ]
     inner = Starlette(routes=routes, exception_handlers={ValueError: _not_there})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from counterpoise.rollouts import measure, token_logp
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
+
+log = logging.getLogger("counterpoise.trainer")
+_FITS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # token budgets that were found by running out of memory
 
 
 class Update(NamedTuple):
@@ -34,22 +39,7 @@ def take_step(
 ) -> Update:
     """Accumulate the gradient of the step's rows over micro-batches, clip it, step. The cut into micro-batches changes no result."""
     rows = prepared(model, method, rows, collected, config)
-    batch, temperature = collected.batch, config.rollouts.temperature
-    parts: list[tuple[Tensor, ...]] = []
-    cuts = micro_batches(rows, collected, config.token_budget)
-    for pick_R in cuts:
-        micro = rows.select(pick_R)
-        with autocast(model), recomputing(model, config.optimizer):
-            trainer_logp_NT = token_logp(
-                model,
-                [collected.prompt_ids[r] for r in micro.row_R.tolist()],
-                batch.token_ids_NT[micro.row_R],
-                micro.mask_NT,
-                temperature=temperature,
-            )
-        loss = method.loss(trainer_logp_NT, micro)
-        (loss.loss_NT * micro.scale_NT).sum().backward()
-        parts.append(tuple(column.detach() for column in (trainer_logp_NT, *loss)))
+    cuts, parts = accumulated(model, optimizer, method, rows, collected, config)
     order_R = torch.cat(cuts).argsort()
     logp_NT, *columns = (torch.cat(column)[order_R] for column in zip(*parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -58,6 +48,42 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return Update(rows, logp_NT, TokenLoss(*columns), grad_norm, clip_factor, optimizer.param_groups[0]["lr"])
+
+
+def accumulated(
+    model: Any, optimizer: torch.optim.Optimizer, method: Method, rows: Rows, collected: Collected, config: Config
+) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+    """The step's gradient in the parameters; its micro-batches and their columns. Out of memory, it begins again with half the budget."""
+    while True:
+        budget = min(config.token_budget, _FITS.get(model, config.token_budget))
+        cuts = micro_batches(rows, collected, budget)
+        try:
+            return cuts, [micro_gradient(model, method, rows.select(pick_R), collected, config) for pick_R in cuts]
+        except torch.OutOfMemoryError as error:
+            if len(cuts) == len(rows.row_R):
+                raise ValueError(
+                    "update: no memory for a single rollout. Set optimizer.activation_checkpointing to true, or lower "
+                    f"rollouts.max_new_tokens (now {config.rollouts.max_new_tokens})."
+                ) from error
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        _FITS[model] = budget // 2
+        log.warning("update: no memory for micro-batches of %d tokens; set optimizer.token_budget to %d.", budget, budget // 2)
+
+
+def micro_gradient(model: Any, method: Method, micro: Rows, collected: Collected, config: Config) -> tuple[Tensor, ...]:
+    """Add the gradient of one micro-batch; the columns the loss used and returned."""
+    with autocast(model), recomputing(model, config.optimizer):
+        trainer_logp_NT = token_logp(
+            model,
+            [collected.prompt_ids[r] for r in micro.row_R.tolist()],
+            collected.batch.token_ids_NT[micro.row_R],
+            micro.mask_NT,
+            temperature=config.rollouts.temperature,
+        )
+    loss = method.loss(trainer_logp_NT, micro)
+    (loss.loss_NT * micro.scale_NT).sum().backward()
+    return tuple(column.detach() for column in (trainer_logp_NT, *loss))
 
 
 def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:
@@ -118,9 +144,7 @@ def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -
         raise ValueError(f"the gradient's norm is {grad_norm}. Lower optimizer.lr, or look at the last rollouts in the run folder.")
     factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (grad_norm + 1e-6))
     if factor < 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
     return factor
 
 
