@@ -6,8 +6,8 @@ The bundled model (0.4 M parameters) on its arithmetic task, CPU. Plain ``GRPOTr
 turn by turn: generation k of each, then generation k + 1. The learning rate is 0, so that all of them sample the same rollouts and do the
 same work (checked). Times are processor times of the trainer's thread; medians over generations.
 
-    own     time in counterpoise's overrides outside of TRL's methods / the rest of the same trainer's step. Precise on a busy machine too;
-            leaves out what the gradient of a loss of ours costs more than that of TRL's, and copying hidden states (both are in total).
+    own     time in counterpoise's overrides and ledger, outside of TRL's methods / the rest of the same trainer's step. Precise on a busy
+            machine too; leaves out the gradient of a loss of ours and the copying of hidden states (both are in total).
     total   time of the step / plain TRL's time for the same step - 1. All in, and as noisy as the machine: ``uniform`` runs nothing of ours.
 
 ``updates`` is the number of optimizer updates a generation. With several TRL scores the rollouts itself and rules read that forward;
@@ -153,7 +153,10 @@ def trainer(settings: dict[str, Any] | None, updates: int, generations: int, tur
     }
     kind, config = (GRPOTrainer, GRPOConfig) if settings is None else (CreditMixin, CreditGRPOConfig)
     kwargs: dict[str, Any] = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "callbacks": [turn]}
-    return watched(kind, turn.watch)(model=locate("bundled").place, args=config(**args, **settings or {}), **kwargs)
+    made: Any = watched(kind, turn.watch)(model=locate("bundled").place, args=config(**args, **settings or {}), **kwargs)
+    for name in ("on_pre_optimizer_step", "on_optimizer_step") if settings else ():
+        setattr(made.credit_ledger, name, turn.watch.around("ours", getattr(made.credit_ledger, name)))
+    return made
 
 
 def measured(cases: dict[str, dict[str, Any] | None], updates: int, generations: int) -> dict[str, Turn]:

@@ -8,10 +8,12 @@ A task's wall time grows on a busy machine, so the processor time of the page's 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,20 +36,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "limit_ms": LIMIT_MS, "cases": {}}
+    results = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "browser": browser_version(),
+        "load_average_before": round(os.getloadavg()[0], 1),
+        "limit_ms": LIMIT_MS,
+        "cases": {},
+    }
     for name, groups in (("64 prompts x 8 rollouts x 1,000 tokens", 64), ("1 prompt x 512 rollouts x 1,000 tokens", 1)):
         with tempfile.TemporaryDirectory() as folder:
             results["cases"][name] = measured(make_wide_step(Path(folder), groups=groups))
         print(name)
         for phase, found in results["cases"][name].items():
             print(f"  {phase:<10} longest task {found['wall_ms']:.0f} ms wall, {found['processor_ms']:.0f} ms processor")
-    results["load_average"] = os.getloadavg()[0]
+    results["load_average_after"] = round(os.getloadavg()[0], 1)
     for clock in ("wall_ms", "processor_ms"):
         results[f"passes_{clock}"] = all(found[clock] <= LIMIT_MS for case in results["cases"].values() for found in case.values())
     wall, processor = results["passes_wall_ms"], results["passes_processor_ms"]
-    print(f"load average {results['load_average']:.1f}; no task above {LIMIT_MS} ms: wall {wall}, processor {processor}")
+    print(f"load average {results['load_average_before']} to {results['load_average_after']}")
+    print(f"no task above {LIMIT_MS} ms: wall {wall}, processor {processor}")
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def browser_version() -> str:
+    return subprocess.run([str(shutil.which("chromium")), "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def measured(run_dir: Path) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -17,15 +18,19 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 SETTINGS = {"num_steps": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
 PATIENCE_MS = 180_000
 WATCH = "window.refused = []; document.addEventListener('securitypolicyviolation', (e) => window.refused.push(e.violatedDirective))"
+IS_REQUIRED = bool(os.environ.get("REQUIRE_BROWSER"))  # then a machine without chromium fails instead of passing by
 NEEDS_CHROMIUM = [
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install -y --no-install-recommends chromium"),
+    pytest.mark.skipif(
+        CHROMIUM is None and not IS_REQUIRED, reason="no chromium on the PATH: apt-get install -y --no-install-recommends chromium"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
+    assert CHROMIUM, "no chromium on the PATH: apt-get install -y --no-install-recommends chromium"
     with playwright.sync_playwright() as driver:
         made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made

@@ -15,7 +15,9 @@ from counterpoise.probes import PROBES, open_scene, pool, run_probe, tried
 from counterpoise.probes.causal import full_update, tau
 from counterpoise.probes.counterfactual import enters
 from counterpoise.probes.drift import solution_bank
+from counterpoise.probes.tax import kinds
 from counterpoise.probes.value import Candidates, match, prefix_values
+from counterpoise.types import Rows
 from probe_run import small_run
 
 SMALL = {"coupling": {"targets": 3, "tokens": 200}, "value": {"pairs": 2, "samples": 2}}
@@ -74,6 +76,33 @@ def test_flips_are_those_of_the_ledger(run: Path) -> None:
         expected = float(tokens[tokens["sign"] == sign]["is_flip"].astype(float).mean())
         assert numbers["flip"][side]["mean"] == pytest.approx(expected, rel=1e-5)
         assert numbers["flip"][side]["low"] <= expected <= numbers["flip"][side]["high"]
+
+
+def test_without_plotly_there_are_numbers_and_a_word_about_the_figure(run: Path, monkeypatch) -> None:
+    monkeypatch.setattr("counterpoise.probes.output.importlib.util.find_spec", lambda name: None)
+    summary = run_probe(run, "flips", 0, fresh=True)
+    folder = run / "probes" / "flips" / "step_000000"
+    assert summary["no_figure"].startswith("plotly is not installed: pip install")
+    assert json.loads((folder / "summary.json").read_text())["numbers"]["steps"] == [0]
+    assert not (folder / "figure.html").exists()
+
+
+def test_contexts_of_the_tax(scene) -> None:
+    """Shared by all before fork, fork before shared by both signs: two good and one bad rollout that read 5 6 8, 5 6 9, 5 7 8."""
+    ids_NT, batch = torch.tensor([[5, 6, 8], [5, 6, 9], [5, 7, 8]]), scene.collected.batch
+    columns = {"token_ids_NT": ids_NT, "mask_NT": torch.ones(3, 3).bool(), "group_N": torch.zeros(3).long()}
+    columns |= {"sampler_logp_NT": torch.zeros(3, 3), "reward_N": torch.zeros(3), "entropy_NT": torch.zeros(3, 3)}
+    made = scene._replace(collected=scene.collected._replace(batch=batch.replace(**columns)))
+    empty = torch.zeros(3, 3)
+    rows = Rows(
+        torch.arange(3), columns["mask_NT"], columns["group_N"], torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), *[empty] * 3
+    )
+    assert kinds(made, rows)[0] == ["shared", "discriminating", "other"]
+    rows = rows._replace(advantage_N=torch.tensor([1.0, -1.0, 0.0]))
+    assert kinds(made, rows)[1][1] == "discriminating"  # the third rollout takes another token
+    twice = torch.tensor([[5, 6, 8], [5, 6, 8], [4, 7, 8]])
+    made = made._replace(collected=made.collected._replace(batch=made.collected.batch.replace(token_ids_NT=twice)))
+    assert kinds(made, rows)[0] == ["discriminating", "both_signs", "both_signs"]
 
 
 def test_masked_gradient_equals_the_step_without_those_tokens(scene) -> None:
@@ -193,6 +222,15 @@ def test_bad_input_is_one_line(name: str, step: int, settings: dict, message: st
     with pytest.raises(ValueError, match=message) as error:
         run_probe(run, name, step, settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("drift", "covers the run up to its step already"), ("taxes", "Did you mean 'tax'"), ("value", "was not run at any step yet")],
+)
+def test_nothing_to_pool(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        pool(tmp_path, name)
 
 
 def test_missing_column_is_named(run: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from counterpoise.cli.report import report
 from counterpoise.cli.view import view
 from counterpoise.report.charts import CHARTS
 from counterpoise.report.folder import open_run
-from counterpoise.report.page import content, digest, render, write_report
+from counterpoise.report.page import _data, content, digest, render, write_report
 from make_run import HOSTILE, make_run
 
 SMALL = {"num_steps": 6, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 2}
@@ -193,6 +193,12 @@ def test_hostile_text_stays_text(hostile_dir, run_dir):
     assert not HIDDEN.search(hostile.text)
     assert "<script>window.pwned=1</script>" in hostile.text
     assert "⟨U+202E⟩right to left" in hostile.text
+
+
+def test_data_of_the_page_cannot_end_its_element():
+    hostile = json.dumps(HOSTILE)
+    assert "<" in hostile and "<" not in _data(hostile)
+    assert json.loads(_data(hostile)) == HOSTILE
 
 
 def test_hostile_labels_are_escaped_in_charts(hostile_dir):

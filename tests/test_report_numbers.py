@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from scipy import stats as scipy_stats
 
 from counterpoise.report import credit_numbers, stats
@@ -90,6 +91,15 @@ def test_seeds_count_in_the_paired_bootstrap():
 def test_runs_group_by_configuration_over_seeds(runs):
     groups = grouped(runs)
     assert [(group.label, len(group.runs)) for group in groups] == [("grpo", 3), ("delta", 3)]
+
+
+def test_runs_that_differ_by_what_is_written_or_how_a_step_is_cut_are_one_method(tmp_path):
+    small = {"num_steps": 1, "prompts": 1, "group_size": 2, "eval_every": 0}
+    paths = [make_run(tmp_path / f"{k}", seed=k, ledger_every=k, **small) for k in range(2)]
+    config = yaml.safe_load((paths[1] / "config.yaml").read_text())
+    config["optimizer"]["token_budget"] = 4096
+    (paths[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    assert [(group.label, len(group.runs)) for group in grouped([open_run(path) for path in paths])] == [("delta", 2)]
 
 
 def test_labels_name_what_sets_equal_methods_apart(tmp_path):

@@ -174,7 +174,7 @@ def test_colours_hover_and_every_number_of_a_token(page, address, table):
 
 @pytest.mark.browser
 @NEEDS_CHROMIUM[1]
-def test_click_keyboard_and_deep_link(page, address, table):
+def test_click_keyboard_and_deep_link(browser, page, address, table):
     prompt = table.groupby("group")["is_flip"].sum().idxmax()
     opened(page, address, f"#step=1&prompt={prompt}&colour=coupling")
     rows = table[table["group"] == prompt].reset_index(drop=True)
@@ -195,7 +195,7 @@ def test_click_keyboard_and_deep_link(page, address, table):
         settled(page, f"location.hash.includes('{wanted}')")
     page.keyboard.press("ArrowRight")
     settled(page, "location.hash.includes('position=0')")
-    linked = page.context.new_page()
+    linked = browser.new_page(viewport={"width": 1440, "height": 900})
     opened(linked, page.url)
     settled(linked, "document.querySelector('#inspector .token')?.innerText.includes('position 0')")
     assert linked.locator("#layout-aligned").get_attribute("aria-pressed") == "true"

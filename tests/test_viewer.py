@@ -156,6 +156,7 @@ def test_localhost_is_this_machine(client):
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 def test_nothing_can_be_changed(client, method):
     assert client.request(method, "/api/run").status_code == 405
+    assert client.request(method, "/nowhere").status_code == 405  # whatever the routes allow
 
 
 @pytest.mark.parametrize(

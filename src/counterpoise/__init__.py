@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from counterpoise import advantages, batches, controllers, credit, losses
 from counterpoise.batches import audit, shard
 from counterpoise.build import Control, Stateful, bindable, needs
@@ -18,6 +21,10 @@ from counterpoise.methods import Method
 from counterpoise.numerics import LOCAL, Reduce, over_ranks
 from counterpoise.presets import method, methods, register_method
 from counterpoise.types import Credit, Plan, Prompt, Rows, TokenBatch, TokenLoss
+
+if TYPE_CHECKING:
+    from counterpoise import plot as plot
+    from counterpoise.tables import load_run as load_run
 
 __version__ = "0.1.0"
 
@@ -54,3 +61,16 @@ __all__ = [
     "shard",
     "token_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The notebook door, imported when it is asked for: the core needs torch alone."""
+    if name == "plot":
+        return importlib.import_module("counterpoise.plot")
+    if name == "load_run":
+        return importlib.import_module("counterpoise.tables").load_run
+    raise AttributeError(f"module 'counterpoise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "load_run", "plot"]

@@ -93,6 +93,7 @@ def test_no_warning_without_a_reason():
     ("args", "message"),
     [
         ({"method": "delt"}, "unknown method 'delt'. Did you mean 'delta'"),
+        ({"method": "unifrom"}, "unknown method 'unifrom'. Did you mean 'uniform'"),
         ({"method": "dapo", "method_axes": {"kredit": []}}, "method_axes: unknown axis 'kredit'. Did you mean 'credit'"),
         ({"method": "dapo", "method_axes": "[1, 2]"}, "method_axes: expected a mapping, got"),
         ({"method": "dapo", "method_axes": "{a: ["}, "method_axes: not JSON or YAML"),

@@ -49,7 +49,7 @@ def test_training_with_the_ledger_is_training_without_it(tmp_path):
 
 
 def test_files_and_metrics(tmp_path):
-    """Every second generation; the folder opens as a run, and TRL reports the summary."""
+    """Every second generation token by token, the numbers of each; the folder opens as a run, and TRL reports the summary."""
     trainer = trl_tiny.ours(tmp_path, args=SGD | {"method": "top_entropy", "ledger_every": 2, "max_steps": 12})
     trainer.train()
     folder = tmp_path / "counterpoise"
@@ -61,9 +61,12 @@ def test_files_and_metrics(tmp_path):
     columns = run.columns("tokens", 2)
     assert columns[: len(TOKEN_COLUMNS)] == list(TOKEN_COLUMNS)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 2]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    generated = [row for row in trainer.state.log_history if "reward" in row]
+    assert [row["reward/mean"] for row in rows] == pytest.approx([row["reward"] for row in generated])
+    assert [row["rollouts/length"] for row in rows] == pytest.approx([row["completions/mean_length"] for row in generated])
     logged = [row for row in trainer.state.log_history if "ledger/flip/all" in row]
-    assert [row["ledger/flip/all"] for row in logged] == [row["ledger/flip/all"] for row in rows]
+    assert [row["ledger/flip/all"] for row in logged] == [rows[0]["ledger/flip/all"], rows[2]["ledger/flip/all"]]
     assert rows[0]["credit/top_entropy/kept_frac"] == pytest.approx(0.2, abs=0.05)
 
 

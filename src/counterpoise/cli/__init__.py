@@ -66,6 +66,8 @@ def overview() -> str:
 
 
 def fail(message: str) -> None:
-    """One line for a person, exit code 2."""
-    print(f"counterpoise: {message}", file=sys.stderr)
+    """One line for a person, exit code 2; what came out of a file cannot steer the terminal."""
+    from counterpoise.report.text import visible
+
+    print(f"counterpoise: {visible(message, keep=chr(10))}", file=sys.stderr)
     sys.exit(2)

@@ -33,7 +33,11 @@ def probe(
     print(f"{name} of {run}, step {summary.get('step', summary.get('steps'))}")
     for line in lines_of(summary["numbers"]):
         print(line)
-    print(f"raw data and figure: {summary['folder']}")
+    print(
+        f"raw data and figure: {summary['folder']}"
+        if "no_figure" not in summary
+        else f"raw data: {summary['folder']} (no figure: {summary['no_figure']})"
+    )
 
 
 def settings_of(texts: list[str]) -> dict[str, Any]:

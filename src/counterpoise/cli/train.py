@@ -43,5 +43,5 @@ def summary(result, config: str) -> str:
     if not result.is_finished:
         lines.append(f"stopped after step {result.step}; continue with: counterpoise train {config} --resume")
     lines.append(f"run folder: {result.run_dir}")
-    lines.append(f"next: tensorboard --logdir {result.run_dir}/tensorboard")
+    lines.append(f"next: counterpoise report {result.run_dir}, counterpoise view {result.run_dir}")
     return "\n".join(lines)

@@ -116,7 +116,7 @@ class CreditMixin(Host):
         made, generation = self.credit_setup, credit_state(self).generation - 1
         is_due = self.credit_ledger.is_due(generation)
         if not made.has_own_plan and not is_due:
-            return
+            return self.credit_ledger.skim(generation, output, self._credit_metrics)
         columns = gathered(self, output)
         batch, credit = whole_batch(self, columns)
         if made.has_own_plan:
@@ -129,10 +129,12 @@ class CreditMixin(Host):
             plan = trls_plan(self, batch, generation)
         numbers = _plan_numbers(plan, batch) if plan is not None else {}
         _log(self, numbers)
-        if is_due:
-            self.credit_ledger.open(generation, batch, credit, columns, self._credit_metrics | numbers)
-            if plan is not None:
-                self.credit_ledger.write_plan(generation, plan)
+        if not is_due:
+            return self.credit_ledger.skim(generation, output, self._credit_metrics | numbers)
+        self.credit_ledger.open(generation, batch, credit, columns, self._credit_metrics | numbers)
+        if plan is not None:
+            self.credit_ledger.write_plan(generation, plan)
+        return None
 
 
 class CreditGRPOTrainer(CreditMixin, GRPOTrainer):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from counterpoise.files import append_json, step_file, write_json, write_table
+from counterpoise.hosts.trl_batch import loss_mask
 from counterpoise.hosts.trl_folder import create_folder, rollout_table
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import recorded
@@ -131,18 +132,30 @@ class Ledger(TrainerCallback):
             self.trainer._metrics["train"][name].append(value)
         for note in self.book.notes:
             log.warning("ledger: %s", note)
-        append_json(self.folder / "metrics.jsonl", {"step": self._generation, **self._numbers(), **self._metrics, **found})
+        batch, more = self._batch, {}
+        if batch.entropy_NT is not None:
+            more = {"entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT))}
+        self._append(self._generation, batch.reward_N, batch.length_N, {**more, **self._metrics, **found})
         self.book = None
 
-    def _numbers(self) -> dict[str, float]:
-        batch = self._batch
+    def skim(self, generation: int, output: dict[str, Any], metrics: dict[str, float]) -> None:
+        """A generation that is not accounted for: its numbers alone, so that curves of the run folder have no holes."""
+        if not self.trainer.args.ledger_every:
+            return
+        gather = self.trainer.accelerator.gather
+        reward_N, length_N = gather(output["cp_reward"]), gather(loss_mask(output).sum(1))
+        if self.trainer.accelerator.is_main_process:
+            self._append(generation, reward_N, length_N, metrics)
+
+    def _append(self, generation: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]) -> None:
+        create_folder(self.folder, self.trainer, self.made)
         numbers = {
-            "reward/mean": float(batch.reward_N.mean()),
-            "rollouts/num": batch.num_rollouts,
-            "rollouts/length": float(batch.length_N.float().mean()),
+            "reward/mean": float(reward_N.mean()),
+            "rollouts/num": len(reward_N),
+            "rollouts/length": float(length_N.float().mean()),
             "optimizer/lr": self.trainer._get_learning_rate(),
         }
-        return numbers | ({} if batch.entropy_NT is None else {"entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT))})
+        append_json(self.folder / "metrics.jsonl", {"step": generation, **numbers, **metrics})
 
     def _gathered(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the step, coefficients, ratios: of all processes, fillers left out."""

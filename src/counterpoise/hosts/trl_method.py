@@ -61,6 +61,8 @@ def setup(name: str, axes: dict[str, Any], *, own_advantage: bool, own_loss: boo
             raise ValueError(f"method_axes: unknown axis {axis!r}. {nearest(axis, AXES)}")
     if name == OFF:
         return _uniform(axes, loss_type)
+    if name not in cp.methods():
+        raise ValueError(f"unknown method {name!r}. {nearest(name, [OFF, *cp.methods()])}")
     made, beta = _without_kl(cp.method(name, **axes))
     fields = trl_fields(made) if own_loss else {}
     is_ours = own_loss and fields is None

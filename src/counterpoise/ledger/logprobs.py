@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from counterpoise.numerics_head import CHUNK_LOGITS
 from counterpoise.rollouts import length_buckets, logp_function, token_logp
-from counterpoise.rollouts.backbone import evaluating
+from counterpoise.rollouts.backbone import backbone, evaluating
 
 Params = dict[str, Tensor]
 LEAST_BUDGET = 4096  # tokens of a forward-mode pass, directions included: below it calls cost more than arithmetic
@@ -125,9 +125,9 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
         some = texts.select(row_R)
         with evaluating(model), maths_attention(model), autocast():
             columns = (some.prompt_ids, some.token_ids_NT, some.mask_NT)
-            return logp_function(model, *columns, temperature=some.temperature, chunk=_head_chunk(model))(params)
+            return logp_function(model, *columns, temperature=some.temperature, chunk=chunk)(params)
 
-    lengths = texts.lengths
+    lengths, chunk = texts.lengths, _head_chunk(model)
     return LogProbs(
         texts.mask_NT, lengths, reverse, forward, texts.token_budget, [n * forward_cost(model.config, n) for n in lengths]
     )
@@ -150,8 +150,8 @@ def forward_cost(config: Any, length: int) -> float:
 
 def _head_chunk(model: Any) -> int | None:
     """Tokens whose logits are alive at once: on an accelerator four times the default, for fewer and larger kernels."""
-    head = model.get_output_embeddings()
-    return max(1, 4 * CHUNK_LOGITS // len(head.weight)) if head is not None and head.weight.is_cuda else None
+    head = backbone(model).head
+    return max(1, 4 * CHUNK_LOGITS // len(head.weight_VD)) if head is not None and head.weight_VD.is_cuda else None
 
 
 @contextmanager

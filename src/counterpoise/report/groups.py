@@ -14,8 +14,15 @@ import pandas as pd
 from counterpoise.report.folder import RunFolder
 from counterpoise.report.stats import over_seeds
 
-# settings that cannot change what is learnt
+# settings that cannot change what is learnt: what is written, and how a step is cut to fit the memory
 OBSERVERS = (
+    *(
+        "optimizer.token_budget",
+        "optimizer.activation_checkpointing",
+        "optimizer.compile",
+        "rollouts.max_rows",
+        "grader_time_limit_s",
+    ),
     *("seed", "run_dir", "trackers", "project", "ledger", "eval.every"),
     *("checkpoint_every", "keep_checkpoints", "keep_every", "save_rollouts_every"),
 )

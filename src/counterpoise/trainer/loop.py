@@ -57,7 +57,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
     policy, reference = load_policy(config, method)
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
-    state = start(run_dir, config, policy, optimizer, resume)
+    state = start(run_dir, config, method, policy, optimizer, resume)
     trackers = open_trackers(config, run_dir, state.step)
     progress = progress or Progress(quiet=True)
 
@@ -141,7 +141,9 @@ def device_of(config: Config) -> torch.device:
     return torch.device(automatic if config.device == "auto" else config.device)
 
 
-def start(run_dir: Path, config: Config, policy: Policy, optimizer: torch.optim.Optimizer, resume: bool) -> LoopState:
+def start(
+    run_dir: Path, config: Config, method: Method, policy: Policy, optimizer: torch.optim.Optimizer, resume: bool
+) -> LoopState:
     """A new run folder, or the state of the last checkpoint with everything after it forgotten."""
     found = checkpoint.checkpoints(run_dir) if resume else []
     if found:
@@ -149,7 +151,7 @@ def start(run_dir: Path, config: Config, policy: Policy, optimizer: torch.optim.
         run_folder.rewind(run_dir, state.step)
         return state
     torch.manual_seed(config.seed)
-    run_folder.create(run_dir, config, run_folder.facts(config, policy.model.device))
+    run_folder.create(run_dir, config, run_folder.facts(config, policy.model.device, method.describe()))
     return LoopState()
 
 

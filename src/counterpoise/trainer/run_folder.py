@@ -49,10 +49,11 @@ def create(run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
     write_json(run_dir / "manifest.json", {"schema_version": SCHEMA_VERSION, **facts})
 
 
-def facts(config: Config, device: torch.device) -> dict[str, Any]:
-    """Commit, versions, device, seed and command of this process."""
+def facts(config: Config, device: torch.device, method: dict[str, Any]) -> dict[str, Any]:
+    """The method on its six axes; commit, versions, device, seed and command of this process."""
     versions = {name: _version(name) for name in ("counterpoise", *PACKAGES)}
     return {
+        "method": method,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": config.seed,
         "commit": _commit(),

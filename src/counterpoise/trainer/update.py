@@ -144,7 +144,8 @@ def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -
         raise ValueError(f"the gradient's norm is {grad_norm}. Lower optimizer.lr, or look at the last rollouts in the run folder.")
     factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (grad_norm + 1e-6))
     if factor < 1.0:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return factor
 
 

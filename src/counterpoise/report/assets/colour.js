@@ -72,7 +72,9 @@ export function drawLegend(place, scale, description) {
   one.prepend(element("span", "t one", "ab"));
   const flip = element("span", "mark", "flip");
   flip.prepend(element("span", "t flip", "ab"));
-  place.append(element("span", "spring"), both, one, flip, element("span", "about", description ?? ""));
+  const marks = element("span", "marks");
+  marks.append(both, one, flip);
+  place.append(marks, element("span", "about", description ?? ""));
 }
 
 function range(from, to) {
