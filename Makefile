@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-hosts test-verl check bench clean
+.PHONY: setup demo test test-browser test-hosts test-verl check bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,9 +24,14 @@ demo: setup
 test: setup
 	$(PY) -m pytest -n 2
 
+# the pages in a real browser; `make test` runs these too where it finds one
+test-browser: setup
+	command -v chromium || command -v google-chrome || (apt-get update -qq && apt-get install -y -qq chromium)
+	REQUIRE_BROWSER=1 $(PY) -m pytest -m browser
+
 # inside TRL: slower, several processes
 test-hosts: setup
-	$(PY) -m pytest tests/hosts
+	$(PY) -m pytest tests/hosts -n 2 --dist loadfile
 
 # verl needs an environment of its own (its transformers pin is older than ours)
 test-verl: setup

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from make_run import make_wide_step
 
 LIMIT_MS = 200
+PHASES = ("load", "scroll", "recolour", "aligned")
 
 
 def main() -> None:
@@ -52,10 +53,10 @@ def main() -> None:
             print(f"  {phase:<10} longest task {found['wall_ms']:.0f} ms wall, {found['processor_ms']:.0f} ms processor")
     results["load_average_after"] = round(os.getloadavg()[0], 1)
     for clock in ("wall_ms", "processor_ms"):
-        results[f"passes_{clock}"] = all(found[clock] <= LIMIT_MS for case in results["cases"].values() for found in case.values())
-    wall, processor = results["passes_wall_ms"], results["passes_processor_ms"]
+        longest = {phase: max(case[phase][clock] for case in results["cases"].values()) for phase in PHASES}
+        results[f"passes_{clock}"] = {phase: value <= LIMIT_MS for phase, value in longest.items()}
+        print(f"no task above {LIMIT_MS} ms, {clock.removesuffix('_ms')} time: {results[f'passes_{clock}']}")
     print(f"load average {results['load_average_before']} to {results['load_average_after']}")
-    print(f"no task above {LIMIT_MS} ms: wall {wall}, processor {processor}")
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 

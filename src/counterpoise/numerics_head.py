@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 2**24  # logits alive at once by default: 64 MiB in float32; four times as many on a GPU, which small chunks leave idle
+CHUNK_LOGITS = (
+    2**24
+)  # logits alive at once by default: 64 MiB in float32; four times as many on a GPU, which small chunks leave idle
 
 
 class Head(NamedTuple):

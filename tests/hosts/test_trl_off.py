@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 from hosts import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -47,6 +47,8 @@ def test_uniform_is_plain_trl_at_sequence_level(loss_type, tmp_path):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_weights_of_one_are_plain_trl(loss_type, tmp_path):
     """Here the whole path runs: a TokenBatch, a rule, (B, T) advantages in TRL's loss; every weight is 1."""
+    if loss_type == "luspo" and trl.__version__.startswith("1.9."):
+        pytest.skip("refused: luspo of trl 1.9 does not mask padding")
     trainer = trained(tmp_path, loss_type=loss_type, **ALL_ONES)
     assert trainer._buffered_inputs[0]["advantages"].shape == trainer._buffered_inputs[0]["completion_ids"].shape
     trl_tiny.assert_identical(trl_tiny.weights(trainer), plain_weights(loss_type))

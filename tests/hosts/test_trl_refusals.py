@@ -77,6 +77,18 @@ def test_liger_of_old_trl():
         check_trainer(trainer, made)
 
 
+def test_luspo_of_trl_1_9(monkeypatch):
+    """Its token losses are not masked; our own losses do not read it unless there is a KL term."""
+    import trl
+
+    monkeypatch.setattr(trl, "__version__", "1.9.2")
+    with pytest.raises(ValueError, match="luspo of trl 1.9.2 averages token losses over padding. Take trl >= 1.10"):
+        check_trainer(*stand_in("delta", method_loss=False, loss_type="luspo"))
+    check_trainer(*stand_in("tpo"))
+    with pytest.raises(ValueError, match="luspo of trl 1.9.2"):
+        check_trainer(*stand_in("tpo", beta=0.1))
+
+
 def test_switched_off_refuses_nothing():
     check_trainer(*stand_in("uniform", processes=2, mask_truncated_completions=True, parallelism=SimpleNamespace(tp_size=2)))
 

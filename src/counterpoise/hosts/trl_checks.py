@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import trl
+
 from counterpoise.hosts.trl_batch import TOPK, head_of
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import backbone_of
@@ -16,9 +18,13 @@ WHOLE_PROMPTS = ("query_preserved", "reward_balanced")
 
 def check_version(version: str) -> None:
     """TRL's version is one that the hooks were tested with."""
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    numbers = _numbers(version)
     if numbers < (1, 9) or numbers == (1, 15, 0):
         raise ValueError(f"counterpoise.hosts.trl works with trl {SUPPORTED}, found {version}. pip install 'trl>=1.9,!=1.15.0'")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
 def check_trainer(trainer: Any, made: Setup) -> None:
@@ -81,6 +87,11 @@ def _check_trl_options(trainer: Any, made: Setup) -> None:
         )
     if "ref_logp_NT" in needs and trainer.beta == 0.0:
         raise ValueError("the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set beta.")
+    is_read = not made.has_own_loss or trainer.beta != 0.0
+    if args.loss_type == "luspo" and is_read and _numbers(trl.__version__) < (1, 10):
+        raise ValueError(
+            f"luspo of trl {trl.__version__} averages token losses over padding. Take trl >= 1.10, or another loss_type."
+        )
     if made.has_own_loss and args.top_entropy_quantile < 1.0:
         raise ValueError(
             "top_entropy_quantile is part of TRL's loss. Use method_axes {'credit': [{'name': 'top_entropy', 'fraction': ...}]}."
