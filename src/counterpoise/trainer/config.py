@@ -59,12 +59,15 @@ class Eval(Section):
 
 
 class Ledger(Section):
-    """``every: 0`` switches the ledger off. ``decompose``: classes of tokens whose part in every change is told apart."""
+    """``every: 0`` switches the ledger off. ``decompose``: classes of tokens whose part in every change is told apart.
+
+    ``bank``: prompts with two verified solutions or more among which solution drift is followed; 0 follows none.
+    """
 
     every: int = Field(default=10, ge=0)
     decompose: list[str] = ["sign"]
     categories: str | None = None
-    bank: int = Field(default=0, ge=0)
+    bank: int = Field(default=16, ge=0)
 
 
 class Lora(Section):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoise.files import append_json, read_jsonl, step_file, write_json
+from counterpoise.ledger.classes import check_axes
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
 from counterpoise.rollouts import Policy, add_lora, load_model
@@ -54,6 +55,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
     method, task = make_method(**config.method), make_task(**config.task)
     check_groups(method, config)
     check_trackers(config)
+    check_axes(config.ledger.decompose)
     policy, reference = load_policy(config, method)
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from counterpoise.files import step_file, write_table
 from counterpoise.ledger import Book, Settings, drift, filled, jitter, load_categories
-from counterpoise.ledger.classes import check_axes
 from counterpoise.numerics import masked_mean
 from counterpoise.rollouts import Policy, measure
 from counterpoise.trainer.checkpoint import LoopState
@@ -64,7 +63,6 @@ class Observer:
         self._grad_norms: list[float] = []
         self._book: Book | None = None
         settings = config.ledger
-        check_axes(settings.decompose)
         if settings.every and state.step % settings.every == 0:
             how = Settings(
                 axes=settings.decompose,
