@@ -123,12 +123,12 @@ def test_same_seed_same_tokens_whatever_is_in_flight():
 def test_a_cache_that_does_not_fit_is_halved_with_advice(monkeypatch, caplog):
     model, taken, real = on_gpu("llama"), [], torch.zeros
 
-    def zeros(size, **options):
-        if isinstance(size, tuple) and len(size) == 5:
-            taken.append(size[1])
-            if size[1] > 16:
+    def zeros(*size, **options):
+        if isinstance(size[0], tuple) and len(size[0]) == 5:  # the cache: layers, rows, heads, positions, head size
+            taken.append(size[0][1])
+            if size[0][1] > 16:
                 raise torch.OutOfMemoryError("no memory")
-        return real(size, **options)
+        return real(*size, **options)
 
     monkeypatch.setattr(engines.torch, "zeros", zeros)
     rollouts = sample(model, PROMPTS, group_size=16, max_new_tokens=8, stop_ids=[], seed=0)
