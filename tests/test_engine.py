@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.rollouts import load_model, measure, sample
+from counterpoise.rollouts import engine, load_model, measure, sample
 from counterpoise.rollouts.backbone import backbone
 from counterpoise.tasks import task
 from counterpoise.trainer import update
@@ -83,6 +83,24 @@ def test_an_architecture_the_engine_does_not_know_falls_back_with_one_warning(ca
         "Qwen3ForCausalLM); the generic path is used."
     ]
     assert torch.equal(rollouts[0].token_ids_NT, rollouts[2].token_ids_NT)
+
+
+def test_a_cache_that_does_not_fit_is_halved_with_advice(monkeypatch, caplog):
+    taken, real, settings = [], torch.zeros, {"group_size": 16, "max_new_tokens": 8, "stop_ids": STOPS, "seed": 0}
+    whole = sample(tiny(), PROMPTS, **settings)
+
+    def zeros(*size, **options):
+        if isinstance(size[0], tuple) and len(size[0]) == 5:  # the cache: layers, rows, heads, positions, head size
+            taken.append(size[0][1])
+            if size[0][1] > 16:
+                raise torch.OutOfMemoryError("no memory")
+        return real(*size, **options)
+
+    monkeypatch.setattr(engine.torch, "zeros", zeros)
+    rollouts = sample(tiny(), PROMPTS, **settings)
+    assert taken[:3] == [64, 32, 16]
+    assert torch.equal(rollouts.token_ids_NT, whole.token_ids_NT)
+    assert "no memory for the cache of 64 rows in flight; set rollouts.max_rows to 32." in caplog.text
 
 
 def test_delta_takes_its_columns_from_the_sampler():
