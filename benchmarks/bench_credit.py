@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import inspect
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from machine import device_name
 from torch import Tensor
 
 from counterpoise import TokenBatch
@@ -304,14 +304,6 @@ def main() -> None:
         header |= {"threads": torch.get_num_threads(), "torch": torch.__version__, "clock": unit, "log_softmax_s": softmax_s}
         header |= {"date": time.strftime("%Y-%m-%d"), "device": device_name()}
         Path(args.json).write_text(json.dumps({**header, "rules": rows}, indent=1, default=str) + "\n")
-
-
-def device_name() -> str:
-    return (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
-    )
 
 
 if __name__ == "__main__":

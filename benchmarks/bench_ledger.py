@@ -16,7 +16,6 @@ import datetime
 import importlib
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from machine import device_name, peak
 
 from counterpoise.ledger import coupling_table, head_kernel
 from counterpoise.presets import method as make_method
@@ -232,16 +232,6 @@ def kernel(sizes: list[int], clock: Callable[[], float]) -> dict[str, float]:
     return {"seconds": seconds, "extra_mib": extra / 2**20, "dense_mib": dense / 2**20}
 
 
-def peak() -> int:
-    """Most memory of this process so far: of the accelerator where there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")
-    if status.is_file():  # getrusage would start from the peak of the process that started this one
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def clock_of(args: argparse.Namespace) -> Callable[[], float]:
     def clock() -> float:
         if torch.cuda.is_available():
@@ -249,10 +239,6 @@ def clock_of(args: argparse.Namespace) -> Callable[[], float]:
         return time.process_time() if args.cpu_time else time.perf_counter()
 
     return clock
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def arguments() -> argparse.Namespace:

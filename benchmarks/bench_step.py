@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import device_name, peak
 
 INSTRUCTION = "{question}\nSolve it step by step in a few short lines. End with: The answer is <number>."
 
@@ -197,22 +197,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def peak() -> int:
-    """Most memory of this process so far."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def device_name() -> str:
-    return (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
-    )
 
 
 if __name__ == "__main__":

@@ -133,6 +133,13 @@ def test_recomputed_activations_change_no_gradient():
     assert calls[1] == 2 * calls[0]
 
 
+@pytest.mark.parametrize("setting", ["activation_checkpointing", "compile"])
+def test_a_model_without_decoder_layers_is_refused_in_one_line(setting):
+    settings = parse_config({"optimizer": {setting: True}}).optimizer
+    with pytest.raises(ValueError, match=f"optimizer.{setting}: GPT2LMHeadModel has no list of decoder layers. Set it to false."):
+        prepare_update(tiny("gpt2"), settings)
+
+
 def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatch, caplog):
     """The gradient is that of the whole step; what did not fit is remembered; a single rollout that does not fit is the user's to solve."""
     method, weights, most = cp.method("dapo"), [], [1000]

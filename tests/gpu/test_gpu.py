@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from counterpoise import method as make_method
 from counterpoise.rollouts import decoder, decoder_triton, kernels, load_model, measure, sample
 from counterpoise.rollouts import draw as plain
-from counterpoise.rollouts import engine as engines
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import autocast, collect
 from counterpoise.trainer.config import parse_config
@@ -118,22 +117,6 @@ def test_same_seed_same_tokens_whatever_is_in_flight():
         is_same_N = (whole.token_ids_NT[:, :width] == other.token_ids_NT[:, :width]).all(1)
         print(f"max_rows {max_rows}: {int(is_same_N.sum())} of {len(is_same_N)} rows equal")
         assert is_same_N.float().mean() > 0.95, max_rows
-
-
-def test_a_cache_that_does_not_fit_is_halved_with_advice(monkeypatch, caplog):
-    model, taken, real = on_gpu("llama"), [], torch.zeros
-
-    def zeros(*size, **options):
-        if isinstance(size[0], tuple) and len(size[0]) == 5:  # the cache: layers, rows, heads, positions, head size
-            taken.append(size[0][1])
-            if size[0][1] > 16:
-                raise torch.OutOfMemoryError("no memory")
-        return real(*size, **options)
-
-    monkeypatch.setattr(engines.torch, "zeros", zeros)
-    rollouts = sample(model, PROMPTS, group_size=16, max_new_tokens=8, stop_ids=[], seed=0)
-    assert rollouts.mask_NT.all() and taken[:3] == [64, 32, 16]
-    assert "set rollouts.max_rows to 32" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True}])

@@ -117,17 +117,25 @@ def prepare_update(model: Any, settings: Optimizer) -> Any:
     if settings.activation_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(f"optimizer.activation_checkpointing: {type(model).__name__} does not support it. Set it to false.")
+        decoder_layers(model, "activation_checkpointing")
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.compile:
-        for layer in model.get_decoder().layers:
+        for layer in decoder_layers(model, "compile"):
             layer.compile(dynamic=True)
     return model
+
+
+def decoder_layers(model: Any, setting: str) -> list[Any]:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(f"optimizer.{setting}: {type(model).__name__} has no list of decoder layers. Set it to false.")
+    return list(layers)
 
 
 @contextmanager
 def recomputing(model: Any, settings: Optimizer) -> Iterator[None]:
     """Decoder layers recompute their activations for the block. Only they enter training mode: dropout stays as it was."""
-    layers = list(model.get_decoder().layers) if settings.activation_checkpointing else []
+    layers = decoder_layers(model, "activation_checkpointing") if settings.activation_checkpointing else []
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
