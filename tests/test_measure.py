@@ -120,7 +120,7 @@ def test_measure_runs_without_dropout_and_without_a_graph():
 def test_gradient_equals_the_naive_gradient(name, fused):
     changes = {"tie_word_embeddings": True} if name == "tied" else {}
     model = tiny("llama" if name == "tied" else name, dtype=torch.float64, **changes)
-    atol = 1e-6 if name in ("cohere", "gemma2") else 1e-10  # their norms sum the gradient of their weight in float32
+    atol = 1e-10 if name == "phi" else 1e-6  # the norms of the others pass gradients through float32
     coef_NT, bonus_NT = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logp_NT, entropy_NT = naive(model, 0.7)
     expected = grads(model, (coef_NT * logp_NT + bonus_NT * entropy_NT).sum())

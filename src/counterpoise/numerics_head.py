@@ -38,7 +38,7 @@ class HeadScores(NamedTuple):
     topk_logp_MK: Tensor | None = None
 
 
-def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0, plain: bool = False) -> Tensor:
+def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> Tensor:
     """Logits of the sampling distribution before truncation, ``z / temperature``, float32 or wider.
 
     Half-precision weights are multiplied with float32 sums and never rounded back: a logit of 20 in bfloat16 is off by up to 0.06.
@@ -46,14 +46,13 @@ def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0, plai
     Args:
         hidden_MD: final hidden states, one row a token.
         head: the model's head.
-        plain: only operations that every mode of differentiation knows.
 
     >>> head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), scale=0.5)
     >>> head_logits(torch.tensor([[3.0, 4.0]]), head).tolist()
     [[1.5, 4.0]]
     """
     head = _autocast(head, hidden_MD)
-    logits_MV = _product(hidden_MD.to(head.weight_VD.dtype), head.weight_VD, plain)
+    logits_MV = _product(hidden_MD.to(head.weight_VD.dtype), head.weight_VD)
     if head.bias_V is not None:
         logits_MV = logits_MV + head.bias_V
     if head.scale != 1.0:
@@ -108,7 +107,7 @@ def head_scores(
     """
     head = _autocast(head, hidden_MD)
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _by_chunk(hidden_MD, target_M, head, temperature, chunk, plain=False, with_entropy=with_entropy, topk=topk)
+        return _by_chunk(hidden_MD, target_M, head, temperature, chunk, with_entropy=with_entropy, topk=topk)
 
 
 def head_logp(
@@ -127,15 +126,16 @@ def head_logp(
 
     ``d logp_m / d z_mv = 1[v = target_m] - p_mv`` and ``d entropy_m / d z_mv = -p_mv (log p_mv + entropy_m)``.
 
-    Without it the chunks are plain operations: for forward-mode differentiation and higher derivatives. A backward through them
-    keeps all logits.
+    Without it the derivative stands in the value, ``logp + <u, z> - <u, z>`` with ``u = d logp / d z`` held constant, so that any mode of
+    differentiation finds it: a direction of forward mode then costs one product of ``u`` with the direction of the weight, and nothing of
+    the vocabulary's size is differentiated. First derivatives only.
 
     >>> head = Head(torch.eye(2, requires_grad=True))
     >>> round(head_logp(torch.zeros(1, 2), torch.tensor([0]), head).logp_M.item(), 4)
     -0.6931
     """
     if not fused:
-        return _by_chunk(hidden_MD, target_M, head, temperature, chunk, plain=True, with_entropy=with_entropy, topk=0)
+        return _first_order(hidden_MD, target_M, _autocast(head, hidden_MD), temperature, chunk, with_entropy)
     head = _autocast(head, hidden_MD)
     spec = (head.scale, head.softcap, temperature, chunk, with_entropy)
     out = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec)
@@ -149,13 +149,12 @@ def _by_chunk(
     temperature: float,
     chunk: int | None,
     *,
-    plain: bool,
     with_entropy: bool,
     topk: int,
 ) -> HeadScores:
     parts = []
     for rows in _chunks(len(target_M), head, chunk):
-        logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature, plain=plain)
+        logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature)
         parts.append(logits_scores(logits_MV, target_M[rows], with_entropy=with_entropy, topk=topk))
     return HeadScores(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))  # pyright: ignore[reportArgumentType]
 
@@ -166,11 +165,45 @@ def _chunks(num_tokens: int, head: Head, chunk: int | None) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _product(hidden_MD: Tensor, weight_VD: Tensor, plain: bool) -> Tensor:
+def _first_order(
+    hidden_MD: Tensor, target_M: Tensor, head: Head, temperature: float, chunk: int | None, with_entropy: bool
+) -> HeadScores:
+    still = Head(head.weight_VD.detach(), None if head.bias_V is None else head.bias_V.detach(), head.scale, head.softcap)
+    parts: list[list[Tensor]] = []
+    for rows in _chunks(len(target_M), head, chunk):
+        logits_MV = head_logits(hidden_MD[rows].detach(), still, temperature=temperature)
+        scores = logits_scores(logits_MV, target_M[rows], with_entropy=with_entropy)
+        one_M, zero_M = torch.ones_like(scores.logp_M), torch.zeros_like(scores.logp_M)
+        slopes = [(scores.logp_M, _logit_grad(logits_MV, target_M[rows], one_M, None))]
+        if scores.entropy_M is not None:
+            slopes.append((scores.entropy_M, _logit_grad(logits_MV, target_M[rows], zero_M, (one_M, scores.entropy_M))))
+        scaled = [(value_M, _through_head(u_MV, logits_MV, head, temperature)) for value_M, u_MV in slopes]
+        parts.append([value_M + _moving(u_MV, hidden_MD[rows], head) for value_M, u_MV in scaled])
+    return HeadScores(*(torch.cat(column) for column in zip(*parts)))
+
+
+def _through_head(dz_MV: Tensor, logits_MV: Tensor, head: Head, temperature: float) -> Tensor:
+    """A gradient at the logits as one at ``h W^T + b``, in the weight's dtype."""
+    if head.softcap is not None:
+        dz_MV = dz_MV * (1 - (logits_MV * (temperature / head.softcap)) ** 2)
+    return (dz_MV * (head.scale / temperature)).to(head.weight_VD.dtype)
+
+
+def _moving(u_MV: Tensor, hidden_MD: Tensor, head: Head) -> Tensor:
+    """``<u, h W^T + b>`` minus its own value: 0 that moves with hidden states, weight and bias."""
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        wide = torch.promote_types(u_MV.dtype, torch.float32)
+        product_M = ((u_MV @ head.weight_VD).to(wide) * hidden_MD.to(wide)).sum(-1)
+        if head.bias_V is not None:
+            product_M = product_M + u_MV.to(wide) @ head.bias_V.to(wide)
+    return product_M - product_M.detach()
+
+
+def _product(hidden_MD: Tensor, weight_VD: Tensor) -> Tensor:
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if weight_VD.dtype in (torch.float32, torch.float64):
             return hidden_MD @ weight_VD.T
-        if weight_VD.is_cuda and not plain:
+        if weight_VD.is_cuda:
             return torch.mm(hidden_MD, weight_VD.T, out_dtype=torch.float32)
         return hidden_MD.float() @ weight_VD.float().T
 
@@ -207,10 +240,7 @@ class _ChunkedHead(torch.autograd.Function):
             logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature)
             by_entropy = None if grad_entropy_M is None else (grad_entropy_M[rows], entropy_M[rows])
             dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows], by_entropy)
-            if softcap is not None:
-                dz_MV = dz_MV * (1 - (logits_MV * (temperature / softcap)) ** 2)
-            dz_MV = (dz_MV * (scale / temperature)).to(weight_VD.dtype)
-            _add_grads(grads, rows, dz_MV, hidden_MD, weight_VD)
+            _add_grads(grads, rows, _through_head(dz_MV, logits_MV, head, temperature), hidden_MD, weight_VD)
         return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden_MD, weight_VD, bias_V))), None, None
 
 

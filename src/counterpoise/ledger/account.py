@@ -57,6 +57,7 @@ def account(
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     *,
     is_batched: bool | None = True,
+    noise_floor: float | None = None,
 ) -> Account:
     """Account for the step that led from ``before`` to the model's present parameters.
 
@@ -71,6 +72,7 @@ def account(
         autocast: precision of the training forward; gradients and forward-mode passes use it. Log-probs before and after are scored in the
             parameters' own precision: bfloat16 products move a log-prob about as much as a step does.
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves predictions out.
+        noise_floor: where it is known already; None measures it.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     steps, notes = None, []
@@ -79,7 +81,7 @@ def account(
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    scores = scored(model, before, texts, head_response(model, steps))
+    scores = scored(model, before, texts, head_response(model, steps), noise_floor)
     columns = step_columns(rows, loss, scores)
     if is_batched is None:
         return Account(columns, notes)
@@ -94,18 +96,22 @@ def account(
     return Account(columns, notes)
 
 
-def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> Scores:
-    """Log-probs at both parameter settings, in the same forward.
+def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None, noise_floor: float | None = None) -> Scores:
+    """Log-probs at both parameter settings, in the same forward; the noise floor is measured unless it is given."""
+    change = _change(model, before, texts, steps) if backbone(model).head is not None else _logp_change(model, before, texts)
+    floor = measured_noise(model, before, texts, change.logp_before_M) if noise_floor is None else noise_floor
+    return Scores(*change, noise_floor=floor)
 
-    The noise floor is the largest gap when every fourth row is scored once more without an update: in another cut and with the maths path of
-    attention, so that rounding shows even where a kernel repeats itself bit for bit.
+
+def measured_noise(model: Any, before: Params, texts: Texts, logp_NT: Tensor) -> float:
+    """The largest gap when every fourth row is scored once more without an update.
+
+    In another cut and with the maths path of attention, so that rounding shows even where a kernel repeats itself bit for bit.
     """
     again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device))
     with sdpa_kernel(SDPBackend.MATH):
         repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
-    change = _change(model, before, texts, steps) if backbone(model).head is not None else _logp_change(model, before, texts)
-    noise_RT = (change.logp_before_M[::NOISE_STRIDE] - repeat_RT).abs()
-    return Scores(*change, noise_floor=float(noise_RT[again.mask_NT].max()))
+    return float((logp_NT[::NOISE_STRIDE] - repeat_RT).abs()[again.mask_NT].max())
 
 
 def step_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:

@@ -83,6 +83,7 @@ class Book:
         self.notes: list[str] = []
         self.taxes: list[dict[str, float]] = []
         self.residuals: list[dict[str, float]] = []
+        self._noise_floor: float | None = None
         self._before: Params | None = None
         self._gradient: Params | None = None
 
@@ -114,7 +115,9 @@ class Book:
             self._gradient,
             self.settings.autocast,
             is_batched=self._forward_mode(texts),
+            noise_floor=self._noise_floor,
         )
+        self._noise_floor = float(found.columns["noise_floor"].max())  # rounding is that of the batch: measured at its first step
         number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
         for name, value_RT in (found.columns | {"optimizer_step": number}).items():
             self._write(name, rows.row_R, value_RT)

@@ -72,7 +72,7 @@ def token_logp(
         mask_NT: True on response tokens; a gap inside a response is read by later tokens but not scored.
         chunk: response tokens whose logits are alive at once (default: 64 MiB of them).
         with_entropy: return ``TokenScores(logp_NT, entropy_NT)``, both differentiable.
-        fused: False uses plain operations, for forward-mode differentiation (see ``logp_function``).
+        fused: False takes a form that forward mode can differentiate (see ``logp_function``).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -81,6 +81,8 @@ def token_logp(
     torch.Size([2, 2])
     """
     rows = packed(prompt_ids, token_ids_NT, mask_NT, model.device)
+    if not fused and model.device.type == "cpu":
+        rows = rows._replace(prefixes=None)  # forward mode there pays for every small operation: one attention beats two
     scores = _scores(model, rows, temperature, chunk, with_entropy, fused)
     logp_NT = placed(scores.logp_M, rows, mask_NT)
     if scores.entropy_M is None:

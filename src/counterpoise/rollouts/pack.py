@@ -1,7 +1,7 @@
 """Prompt + response rows made ready for one forward, and back.
 
 Rows are right-padded: with causal attention nothing after a token reaches it, so no attention mask is needed and the fastest kernels
-apply. Only response positions go on to the head.
+apply. Where several rows continue one prompt it is read once (``prefix``). Only response positions go on to the head.
 
 Axes: N rollouts, T response tokens, L tokens of prompt + response, M response tokens laid end to end.
 """
@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 
 from counterpoise.rollouts.backbone import Backbone
+from counterpoise.rollouts.prefix import Prefixes, can_share, hidden_of_prefixes, prefixes
 
 
 class Packed(NamedTuple):
-    """Rows of one forward; token m is ``token_ids_NT[row_M, column_M]``, predicted at ``position_M``."""
+    """Rows of one forward; token m is ``token_ids_NT[row_M, column_M]``, predicted at ``position_M``.
+
+    ``prefixes`` are the same rows as distinct prompts and responses, where that is worth it.
+    """
 
     ids_NL: Tensor
     row_M: Tensor
     column_M: Tensor
     position_M: Tensor
     target_M: Tensor
+    prefixes: Prefixes | None
 
 
 def packed(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, mask_NT: Tensor, device: torch.device) -> Packed:
@@ -35,13 +40,15 @@ def packed(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, mask_NT: T
     """
     token_ids_NT, mask_NT = token_ids_NT.to(device), mask_NT.to(device).bool()
     lengths = [len(prompt) for prompt in prompt_ids]
-    widest, last = max(lengths), max(a + b for a, b in zip(lengths, response_lengths(mask_NT)))
+    own = response_lengths(mask_NT)
+    widest, last = max(lengths), max(a + b for a, b in zip(lengths, own))
     prompt_NL = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in prompt_ids], device=device)
     length_N = torch.tensor(lengths, device=device)
     ids_NL = torch.nn.functional.pad(prompt_NL, (0, mask_NT.shape[1]))
     ids_NL.scatter_(1, length_N[:, None] + torch.arange(mask_NT.shape[1], device=device), token_ids_NT)
     row_M, column_M = mask_NT.nonzero(as_tuple=True)
-    return Packed(ids_NL[:, :last], row_M, column_M, length_N[row_M] + column_M - 1, token_ids_NT[row_M, column_M])
+    position_M, target_M = length_N[row_M] + column_M - 1, token_ids_NT[row_M, column_M]
+    return Packed(ids_NL[:, :last], row_M, column_M, position_M, target_M, prefixes(prompt_ids, token_ids_NT, max(own)))
 
 
 def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
@@ -52,6 +59,8 @@ def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
 
 def hidden_of(parts: Backbone, rows: Packed) -> Tensor:
     """The hidden states that feed the head at the response positions, [M, D]."""
+    if rows.prefixes is not None and can_share(parts.decoder):
+        return hidden_of_prefixes(parts.decoder, rows.prefixes, rows.row_M, rows.column_M)
     return parts.decoder(input_ids=rows.ids_NL, use_cache=False).last_hidden_state[rows.row_M, rows.position_M]
 
 

@@ -1,0 +1,145 @@
+"""A prompt is read once for all its rollouts in a forward, instead of once a rollout.
+
+Tokens are laid flat, ``[1, P * W + N * S]``: the distinct prompts, then the responses. A decoder's layers work token by token and run as they
+are; attention alone knows rows, and is ours for the call: prompts attend to themselves, a response to its prompt and to itself. Log-probs and
+gradients are those of whole rows, up to rounding.
+
+Axes: N rollouts, P distinct prompts, W prompt width, S response width, K key-value heads, G query heads of each, C head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "counterpoise_prefix"
+DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+WORTH_FRAC = 0.9  # of the tokens of whole rows: above it the second attention costs more than the prompts saved
+
+
+class Prefixes(NamedTuple):
+    """Distinct prompts and responses, both right-padded; row n continues prompt ``prompt_N[n]``. A response's last token is read by nobody."""
+
+    ids_PW: Tensor
+    length_P: Tensor
+    prompt_N: Tensor
+    ids_NS: Tensor
+
+
+def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: int) -> Prefixes | None:
+    """The rows as prompts and responses; None where reading prompts once would save too little.
+
+    Args:
+        prompt_ids: the prompt's token ids of every row.
+        token_ids_NT: the responses.
+        width: tokens of the longest response.
+
+    >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), 3).ids_PW.tolist()
+    [[7, 8]]
+    """
+    number = {prompt: p for p, prompt in enumerate(dict.fromkeys(map(tuple, prompt_ids)))}
+    widest = max(map(len, number))
+    num_tokens, num_whole = len(number) * widest + len(prompt_ids) * width, len(prompt_ids) * (widest + width)
+    if num_tokens > WORTH_FRAC * num_whole or width < 2:
+        return None
+    device = token_ids_NT.device
+    return Prefixes(
+        torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in number], device=device),
+        torch.tensor([len(prompt) for prompt in number], device=device),
+        torch.tensor([number[tuple(prompt)] for prompt in prompt_ids], device=device),
+        token_ids_NT[:, : width - 1],
+    )
+
+
+def can_share(decoder: Any) -> bool:
+    """Whether the decoder's attention can be ours: a known architecture, no window, nothing computed again in the backward, no dropout."""
+    config = decoder.config
+    return (
+        type(decoder).__name__ in DECODERS
+        and config._attn_implementation == "sdpa"
+        and not getattr(config, "use_sliding_window", False)
+        and not decoder.is_gradient_checkpointing
+        and not decoder.training
+    )
+
+
+def hidden_of_prefixes(decoder: Any, rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
+    """The hidden states that predict ``response[row_M, column_M]``, [M, D]."""
+    num_prompts, width = rows.ids_PW.shape
+    num_rows, length = rows.ids_NS.shape
+    ids_1L = torch.cat([rows.ids_PW.flatten(), rows.ids_NS.flatten()])[None]
+    with own_attention(decoder.config):
+        hidden_LD = decoder(
+            input_ids=ids_1L,
+            position_ids=_positions(rows),
+            attention_mask=_is_seen(rows),
+            use_cache=False,
+            prefix_shape=(num_prompts, width, num_rows, length),
+            prefix_N=rows.prompt_N,
+        ).last_hidden_state[0]
+    last_N = rows.prompt_N * width + rows.length_P[rows.prompt_N] - 1
+    index_M = torch.where(column_M == 0, last_N[row_M], num_prompts * width + row_M * length + column_M - 1)
+    return hidden_LD.index_select(0, index_M)
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of flat tokens, as Hugging Face calls it: heads before tokens in, tokens before heads out.
+
+    The G query heads of a key-value head are taken as more queries of it, so that keys need no copy a head.
+    """
+    num_prompts, width, num_rows, length = kwargs["prefix_shape"]
+    (own_q, q), (own_k, k), (own_v, v) = (_split(part, num_prompts, width, num_rows) for part in (query, key, value))
+    first = F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, scale=scaling, enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (torch.cat([own.index_select(0, kwargs["prefix_N"]), part], 2) for own, part in ((own_k, k), (own_v, v)))
+    queries = q.unflatten(1, (-1, groups)).flatten(2, 3)
+    seen = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
+    second = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling)
+    second = second.unflatten(2, (groups, length)).flatten(1, 2)
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in (first, second)])[None], None
+
+
+@contextmanager
+def own_attention(config: Any) -> Iterator[None]:
+    """The model's attention is ``attend`` for the block."""
+    kept = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = kept
+
+
+def _split(part: Tensor, num_prompts: int, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """[1, heads, tokens, C] -> [P, heads, W, C] and [N, heads, S, C]."""
+    cut = num_prompts * width
+    prompts, responses = part[0, :, :cut], part[0, :, cut:]
+    return prompts.unflatten(1, (num_prompts, width)).transpose(0, 1), responses.unflatten(1, (num_rows, -1)).transpose(0, 1)
+
+
+def _positions(rows: Prefixes) -> Tensor:
+    width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
+    device = rows.ids_PW.device
+    own_PW = torch.arange(width, device=device).expand(len(rows.ids_PW), width)
+    later_NS = rows.length_P[rows.prompt_N, None] + torch.arange(length, device=device)
+    return torch.cat([own_PW.flatten(), later_NS.flatten()])[None]
+
+
+def _is_seen(rows: Prefixes) -> Tensor:
+    """[N, 1, S, W + S]: a response token sees its prompt and the response up to itself."""
+    width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
+    device, shape = rows.ids_PW.device, (len(rows.prompt_N), 1, length)
+    prompt_NW = torch.arange(width, device=device) < rows.length_P[rows.prompt_N, None]
+    own_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return torch.cat([prompt_NW[:, None, None].expand(*shape, width), own_SS.expand(*shape, length)], -1)
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,149 @@
+"""Prompts read once for their rollouts: log-probs, gradients and forward mode equal those of whole rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from counterpoise.ledger.logprobs import at
+from counterpoise.rollouts import add_lora, measure, pack, token_logp
+from counterpoise.rollouts.backbone import backbone
+from counterpoise.rollouts.prefix import can_share, prefixes
+from tiny_models import tiny
+
+PROMPTS = [[3, 4, 5, 6, 7]] * 4 + [[8, 9, 10]] * 3 + [[3, 4, 5, 6]]
+LENGTHS = torch.tensor([9, 5, 3, 1, 7, 9, 2, 4])
+MASK_NT = torch.arange(9) < LENGTHS[:, None]
+IDS_NT = torch.randint(3, 29, (8, 9), generator=torch.Generator().manual_seed(0)) * MASK_NT
+
+
+@pytest.fixture
+def whole_rows(monkeypatch):
+    """Switches sharing off for what follows; before it is called, counts how often prompts were shared."""
+    used = []
+    shared = pack.hidden_of_prefixes
+    monkeypatch.setattr(pack, "hidden_of_prefixes", lambda *args: used.append(1) or shared(*args))
+
+    def switch() -> int:
+        monkeypatch.setattr(pack, "can_share", lambda decoder: False)
+        return len(used)
+
+    return switch
+
+
+@pytest.fixture
+def wide_norms(monkeypatch):
+    """The norms of Hugging Face compute in float32 whatever comes in; here they keep float64, so that rounding hides nothing."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+def logp_and_grads(model):
+    model.zero_grad()
+    weight_NT = torch.randn(8, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logp_NT = token_logp(model, PROMPTS, IDS_NT, MASK_NT, temperature=0.8)
+    (logp_NT * weight_NT).sum().backward()
+    return logp_NT.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_log_probs_and_gradients_equal_those_of_whole_rows(name, whole_rows, wide_norms):
+    model = tiny(name, dtype=torch.float64)
+    logp_NT, grads = logp_and_grads(model)
+    assert whole_rows() == 1
+    expected_NT, expected = logp_and_grads(model)
+    torch.testing.assert_close(logp_NT, expected_NT, rtol=1e-12, atol=1e-12)
+    assert grads.keys() == expected.keys()
+    for key, grad in expected.items():
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(grads[key], grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_gap_inside_a_response_is_read_and_not_scored(whole_rows, wide_norms):
+    model, mask_NT = tiny(dtype=torch.float64), MASK_NT.clone()
+    mask_NT[0, 3:5] = mask_NT[4, 0] = False
+    got_NT = token_logp(model, PROMPTS, IDS_NT, mask_NT)
+    assert whole_rows() == 1
+    torch.testing.assert_close(got_NT, token_logp(model, PROMPTS, IDS_NT, mask_NT), rtol=1e-12, atol=1e-12)
+
+
+def test_forward_mode_equals_that_of_whole_rows(whole_rows, wide_norms):
+    model = tiny(dtype=torch.float64)
+    rows = pack.packed(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"))
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    generator = torch.Generator().manual_seed(2)
+    direction_C = {name: torch.randn(2, *v.shape, generator=generator, dtype=v.dtype) for name, v in params.items()}
+
+    def hidden(params):
+        with sdpa_kernel(SDPBackend.MATH):
+            return at(model, params, lambda m: pack.hidden_of(backbone(m), rows))
+
+    def changes():
+        return torch.vmap(lambda direction: torch.func.jvp(hidden, (params,), (direction,))[1])(direction_C)
+
+    got_CMD = changes()
+    assert whole_rows() == 1
+    expected_CMD = changes()
+    assert expected_CMD.abs().min() > 0
+    torch.testing.assert_close(got_CMD, expected_CMD, rtol=1e-9, atol=1e-10)
+
+
+def test_measured_columns_equal_those_of_whole_rows(whole_rows):
+    model, names = tiny("qwen3"), {"trainer_logp_NT", "entropy_NT", "hidden_NTD"}
+    got = measure(model, PROMPTS, IDS_NT, MASK_NT, names)
+    assert whole_rows() == 1
+    expected = measure(model, PROMPTS, IDS_NT, MASK_NT, names)
+    for name in names:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_trained_through_shared_prompts(whole_rows, wide_norms):
+    model = add_lora(tiny(dtype=torch.float64), r=2, alpha=4, target_modules=["q_proj", "v_proj"]).eval()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p)
+    _, grads = logp_and_grads(model)
+    assert whole_rows() == 1
+    _, expected = logp_and_grads(model)
+    assert any("lora_A" in key for key in expected)
+    for key, grad in expected.items():
+        torch.testing.assert_close(grads[key], grad, rtol=1e-8, atol=1e-10)
+
+
+def test_the_models_own_attention_comes_back():
+    model = tiny()
+    token_logp(model, PROMPTS, IDS_NT, MASK_NT)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(IndexError):
+        token_logp(model, PROMPTS, IDS_NT + 100, MASK_NT)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_other_architectures_read_whole_rows(name):
+    assert not can_share(tiny(name).get_decoder())
+
+
+def test_dropout_recomputation_windows_and_other_attention_read_whole_rows():
+    assert can_share(tiny().get_decoder())
+    assert not can_share(tiny().train().get_decoder())
+    assert not can_share(tiny(attn_implementation="eager").get_decoder())
+    assert not can_share(tiny("qwen2", use_sliding_window=True, sliding_window=4).get_decoder())
+    recomputing = tiny()
+    recomputing.gradient_checkpointing_enable()
+    assert not can_share(recomputing.get_decoder())
+
+
+def test_prompts_are_shared_only_where_it_saves_tokens():
+    ids_NT = torch.ones(4, 6, dtype=torch.long)
+    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 6) is not None
+    assert prefixes([[1, 2], [2, 2], [3, 2], [4, 2]], ids_NT, 6) is None
+    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 1) is None
