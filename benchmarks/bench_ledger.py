@@ -1,6 +1,6 @@
 """What the ledger costs: time as a multiple of the training step it explains, by stage; growth with tokens; peak memory; the head kernel.
 
-    python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32] [--repeats 3] [--json PATH]
+    python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32] [--repeats 3] [--axes sign] [--json PATH]
 
 A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is ledger / step, ``update`` ledger / optimizer
 steps alone, ``slowdown`` what ``every: 10`` adds to a run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and
@@ -148,7 +148,7 @@ def main() -> None:
         "clock": "processor time" if args.cpu_time else "wall",
         "command": ["python", "benchmarks/bench_ledger.py", *sys.argv[1:]],
     }
-    out["cost"] = [costs(bench, axes, args.repeats) for axes in (["sign"], ["sign", "category"])]
+    out["cost"] = [costs(bench, axes.split("+"), args.repeats) for axes in args.axes]
     out["growth"] = growth(bench, args.repeats)
     out["memory"] = memory_here(bench) if torch.cuda.is_available() else memory_of_processes()
     out["kernel"] = kernel(args.kernel, bench.clock)
@@ -246,6 +246,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", default="recipes/demo.yaml")
     parser.add_argument("--set", action="append", default=[], help="override a key of the recipe (repeatable)")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--axes", nargs="+", default=["sign", "sign+category"], help="decompositions to time")
     parser.add_argument("--kernel", type=int, nargs=3, default=KERNEL_SIZES, metavar=("TOKENS", "VOCABULARY", "HIDDEN"))
     parser.add_argument("--cpu-time", action="store_true", help="count processor time instead of time on the wall")
     parser.add_argument("--json", help="write the numbers to this file")

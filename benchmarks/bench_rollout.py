@@ -1,16 +1,21 @@
-"""Sampling speed: our engine, our generic path, ``generate`` with a dynamic cache, ``generate`` with a static cache and torch.compile.
+"""Sampling speed: our engine, our generic path, ``generate`` with a dynamic cache or a static one and torch.compile, vLLM if installed.
 
     python benchmarks/bench_rollout.py --model bundled --rows 256
     python benchmarks/bench_rollout.py --model smollm2 --rows 512 2048 --dtype bfloat16 --compile
 
 Ratios within one run: medians of several repetitions after a warm-up, everybody samples the same number of tokens (stop tokens are off).
+``--first-token`` also times a fresh process from its start to its first token (model on disk, kernels compiled before or not).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -31,9 +36,13 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="also generate with a static cache and torch.compile (slow to start)"
     )
+    parser.add_argument("--first-token", action="store_true", help="also time a fresh process up to its first token")
     parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    began = time.perf_counter()
+    if args.child:
+        return one_token(args)
+    first_token_s = since_start() if args.first_token else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=device).model.eval()
     out = []
@@ -60,7 +69,23 @@ def main() -> None:
     }
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({**facts, "since_start_s": round(time.perf_counter() - began, 1), "results": out}, file, indent=1)
+            json.dump({**facts, "first_token_s": first_token_s, "results": out}, file, indent=1)
+
+
+def one_token(args: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(args.model, dtype=getattr(torch, args.dtype), device=device).model.eval()
+    ids = [list(range(5, 5 + args.prompt_tokens))] * (args.rows[0] // args.group_size)
+    sample(model, ids, group_size=args.group_size, max_new_tokens=1, stop_ids=[-1], seed=0, max_rows=1 << 30).token_ids_NT.tolist()
+
+
+def since_start() -> float:
+    """Seconds from the start of a process to the first token of every row."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child"], check=True)
+    seconds = round(time.perf_counter() - began, 2)
+    print(f"from process start to first token {seconds:.1f} s", flush=True)
+    return seconds
 
 
 def contestants(model, prompt_ids: list[list[int]], args: argparse.Namespace) -> dict[str, Callable[[], object]]:
@@ -81,7 +106,19 @@ def contestants(model, prompt_ids: list[list[int]], args: argparse.Namespace) ->
     }
     if args.compile:
         runs["generate compiled"] = lambda: model.generate(whole, cache_implementation="static", **theirs)
+    if importlib.util.find_spec("vllm") is not None:
+        runs["vllm"] = vllm_run(model, whole.tolist(), args)
     return runs
+
+
+def vllm_run(model, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    engine = LLM(folder, skip_tokenizer_init=True, dtype=args.dtype, max_num_seqs=len(prompts), gpu_memory_utilization=0.5)
+    settings = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0)
+    return lambda: engine.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)
 
 
 def timed(run: Callable[[], object]) -> float:

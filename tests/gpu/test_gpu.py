@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from counterpoise import method as make_method
-from counterpoise.rollouts import decoder, decoder_triton, kernels, load_model, measure, sample
+from counterpoise.rollouts import decoder, decoder_triton, kernels, load_model, measure, pack, sample, token_logp
 from counterpoise.rollouts import draw as plain
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import autocast, collect
@@ -144,3 +144,22 @@ def test_autocast_samples_as_it_scores():
     error_M = (found["trainer_logp_NT"] - batch.sampler_logp_NT).abs()[batch.mask_NT]
     print(f"autocast: mean |sampler - trainer| {error_M.mean():.2g}, worst {error_M.max():.2g}")
     assert error_M.mean() < 5e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_prompts_read_once_change_no_log_prob_and_no_gradient(name, monkeypatch):
+    model, generator = on_gpu(name), torch.Generator().manual_seed(0)
+    prompt_ids = [prompt for prompt in PROMPTS for _ in range(8)]
+    length_N = torch.randint(1, 60, (len(prompt_ids),), generator=generator)
+    mask_NT = (torch.arange(60) < length_N[:, None]).cuda()
+    ids_NT = torch.randint(3, 300, mask_NT.shape, generator=generator).cuda() * mask_NT
+
+    def scores() -> tuple[torch.Tensor, torch.Tensor]:
+        logp_NT = token_logp(model, prompt_ids, ids_NT, mask_NT)
+        grads = torch.autograd.grad(logp_NT.sum(), list(model.parameters()))
+        return logp_NT.detach(), torch.cat([grad.flatten() for grad in grads])
+
+    shared = scores()
+    monkeypatch.setattr(pack, "can_share", lambda decoder: False)
+    for found, expected in zip(shared, scores()):
+        torch.testing.assert_close(found, expected, atol=2e-4 * float(expected.abs().max()), rtol=0)

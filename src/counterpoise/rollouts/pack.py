@@ -8,7 +8,8 @@ Axes: N rollouts, T response tokens, L tokens of prompt + response, M response t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,15 +60,29 @@ def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
 
 def hidden_of(parts: Backbone, rows: Packed) -> Tensor:
     """The hidden states that feed the head at the response positions, [M, D]."""
-    if rows.prefixes is not None and can_share(parts.decoder):
-        return hidden_of_prefixes(parts.decoder, rows.prefixes, rows.row_M, rows.column_M)
-    return parts.decoder(input_ids=rows.ids_NL, use_cache=False).last_hidden_state[rows.row_M, rows.position_M]
+    with kernels_without_plans():
+        if rows.prefixes is not None and can_share(parts.decoder):
+            return hidden_of_prefixes(parts.decoder, rows.prefixes, rows.row_M, rows.column_M)
+        return parts.decoder(input_ids=rows.ids_NL, use_cache=False).last_hidden_state[rows.row_M, rows.position_M]
 
 
 def own_logits(model: Any, rows: Packed, temperature: float) -> Tensor:
     """Logits at the response positions from the model's own forward, [M, V]; for models whose head is not known."""
-    logits_MV = model(input_ids=rows.ids_NL, use_cache=False).logits[rows.row_M, rows.position_M]
+    with kernels_without_plans():
+        logits_MV = model(input_ids=rows.ids_NL, use_cache=False).logits[rows.row_M, rows.position_M]
     return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)) / temperature
+
+
+@contextmanager
+def kernels_without_plans() -> Iterator[None]:
+    """Attention without cuDNN for the block: it makes a plan for every new shape, which takes longer than the attention, and micro-batches of
+    rollouts hardly ever have a shape twice."""
+    kept = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(kept)
 
 
 def response_lengths(mask_NT: Tensor) -> list[int]:
