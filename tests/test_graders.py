@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -117,3 +119,37 @@ def test_a_task_the_worker_cannot_load_is_one_error(user_task, tmp_path, monkeyp
 def test_bad_settings(bad):
     with pytest.raises(ValueError, match="time_limit_s must be above 0 and num_workers at least 1"):
         grade(task("arithmetic"), [], **bad)
+
+
+SCRIPT = """
+import os, sys
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+from counterpoise.tasks import grade
+from counterpoise.types import Prompt
+
+class Own:
+    def reward(self, prompt, text):
+        return float(os.getpid() != int(text))
+
+if __name__ == "__main__":
+    if sys.argv[2] == "own":
+        task = Own()
+    else:
+        from user_task import UserTask as task_class
+        task = task_class()
+    print(grade(task, [(Prompt("a", "", "4"), str(os.getpid())), (Prompt("b", "", "4"), "4")], num_workers=2).reward)
+"""
+
+
+@pytest.mark.parametrize(("whose", "num_readers"), [("own", 3), ("imported", 1)])
+def test_workers_import_the_callers_script_only_for_a_task_that_is_defined_there(tmp_path, whose, num_readers):
+    (tmp_path / "user_task.py").write_text(
+        "class UserTask:\n    def reward(self, prompt, text):\n        return float(text == '4')\n"
+    )
+    script, readers = tmp_path / "script.py", tmp_path / "readers.txt"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script), str(readers), whose], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("[1.0, 1.0]" if whose == "own" else "[0.0, 1.0]")
+    assert len(set(readers.read_text().split())) == num_readers

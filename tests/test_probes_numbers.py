@@ -98,6 +98,14 @@ def test_causal_rows_have_the_sign_of_their_bucket() -> None:
     assert np.allclose(table["pull"], 3.0)
 
 
+def test_one_prompt_alone_has_no_interval() -> None:
+    value, cluster = np.array([1.0, 3.0, 5.0]), np.array([0, 0, 1])
+    found = means(value, {"one prompt": cluster == 0, "both": cluster >= 0}, cluster)
+    assert found["one prompt"] == {"mean": 2.0, "low": None, "high": None}
+    assert found["both"]["low"] == pytest.approx(2.0)
+    assert found["both"]["high"] == pytest.approx(5.0)
+
+
 def test_clustered_mean_and_interval() -> None:
     """Clusters with means 0 and 1: the mean is 1/2; a draw of two clusters gives 0, 1/2 or 1 with 1/4, 1/2, 1/4."""
     value, cluster = np.array([0.0, 0.0, 1.0, 1.0]), np.array([0, 0, 1, 1])

@@ -19,6 +19,8 @@ Interval = dict[str, "float | None"]  # mean, low, high; None where the quantity
 def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], cluster: np.ndarray, seed: int = 0) -> np.ndarray:
     """Ratios sum(value) / sum(weight) of K quantities: [1 + B, K], the estimate first, then draws with the clusters drawn jointly.
 
+    A quantity that lives in one cluster alone has draws of nan: they would all be the estimate, and say nothing about other clusters.
+
     >>> clustered([np.array([1.0, 1.0])], [np.array([1.0, 1.0])], np.array([0, 1]))[0].tolist()
     [1.0]
     """
@@ -31,7 +33,9 @@ def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], clust
     count_BC = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), size=DRAWS).astype(float)
     count_BC = np.concatenate([np.ones((1, num)), count_BC])
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (count_BC @ total_CK) / (count_BC @ weight_CK)
+        ratio_BK = (count_BC @ total_CK) / (count_BC @ weight_CK)
+    ratio_BK[1:, (weight_CK != 0).sum(0) < 2] = np.nan
+    return ratio_BK
 
 
 def interval(ratio_B: np.ndarray) -> Interval:

@@ -11,9 +11,11 @@ import multiprocessing as mp
 import numbers
 import pickle
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -76,6 +78,21 @@ def _arm(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+@contextmanager
+def main_left_out() -> Iterator[None]:
+    """Processes started in the block do not import the caller's script. They need it only for a task that is defined there; it may import a
+    whole training stack, once for every worker."""
+    main = sys.modules["__main__"]
+    kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    try:
+        for name in kept:
+            setattr(main, name, None)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(main, name, value)
+
+
 class Worker:
     """A process that holds a task, and the rollout it grades."""
 
@@ -86,7 +103,8 @@ class Worker:
         context.set_forkserver_preload(["counterpoise.tasks", "math_verify"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs,), daemon=True)
-        self.process.start()
+        with nullcontext() if b"__main__" in pickled else main_left_out():
+            self.process.start()
         theirs.close()
         self.item: int | None = None
         self.deadline = math.inf

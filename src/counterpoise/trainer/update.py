@@ -15,6 +15,7 @@ from torch import Tensor
 from counterpoise.batches import shard
 from counterpoise.methods import Method
 from counterpoise.rollouts import measure, token_logp
+from counterpoise.rollouts.pack import kernels_without_plans
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
@@ -73,16 +74,17 @@ def accumulated(
 
 def micro_gradient(model: Any, method: Method, micro: Rows, collected: Collected, config: Config) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
-    with autocast(model), recomputing(model, config.optimizer):
-        trainer_logp_NT = token_logp(
-            model,
-            [collected.prompt_ids[r] for r in micro.row_R.tolist()],
-            collected.batch.token_ids_NT[micro.row_R],
-            micro.mask_NT,
-            temperature=config.rollouts.temperature,
-        )
-    loss = method.loss(trainer_logp_NT, micro)
-    (loss.loss_NT * micro.scale_NT).sum().backward()
+    with kernels_without_plans():  # the backward too: it may compute layers again, and must do so with the same kernels
+        with autocast(model), recomputing(model, config.optimizer):
+            trainer_logp_NT = token_logp(
+                model,
+                [collected.prompt_ids[r] for r in micro.row_R.tolist()],
+                collected.batch.token_ids_NT[micro.row_R],
+                micro.mask_NT,
+                temperature=config.rollouts.temperature,
+            )
+        loss = method.loss(trainer_logp_NT, micro)
+        (loss.loss_NT * micro.scale_NT).sum().backward()
     return tuple(column.detach() for column in (trainer_logp_NT, *loss))
 
 
