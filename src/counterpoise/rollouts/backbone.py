@@ -66,7 +66,7 @@ def _head(model: Any) -> Head | None:
 @torch.no_grad()
 def _agrees(model: Any, decoder: Any, head: Head) -> bool:
     ids_BL = torch.arange(3, device=head.weight_VD.device)[None] % head.weight_VD.shape[0]
-    with evaluating(model), torch.autocast(head.weight_VD.device.type, enabled=False):
+    with evaluating(model), eager(model), torch.autocast(head.weight_VD.device.type, enabled=False):
         expected_MV = model(input_ids=ids_BL, use_cache=False).logits[0].to(torch.float32)
         got_MV = head_logits(decoder(input_ids=ids_BL, use_cache=False).last_hidden_state[0], head).to(torch.float32)
     # a wrong head is off by the size of the logits; half of the weights' digits is far above rounding and far below that
