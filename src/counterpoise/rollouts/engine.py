@@ -1,4 +1,6 @@
-"""The rollout engine: a static cache, a decode step captured in a CUDA graph, prompts read once, stopped rows replaced by waiting ones.
+"""The rollout engine: a static cache, prompts read once, stopped rows replaced by waiting ones.
+
+On an accelerator a decode step is captured in a CUDA graph; on a CPU steps run in C where there is a compiler.
 
 The same seed gives the same tokens on the same device. A row's draws depend on its own random stream alone; which rows share a batch
 changes a logit by rounding only.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,12 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from counterpoise.rollouts import kernels_cpu
 from counterpoise.rollouts.decoder import decode, fused, prefill, refresh, rotary, shape_of, why_not
 from counterpoise.rollouts.draw import Draw, argmax, draw, truncated
 
 log = logging.getLogger("counterpoise.rollouts")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
-SYNC_STEPS = 16  # decode steps on an accelerator between two looks at who has stopped
+SYNC_STEPS = 16  # decode steps on an accelerator, or in C, between two looks at who has stopped
 BUCKET = 64  # attention reads the cache up to a multiple of this
 PREFILL_TOKENS = 32768  # prompt tokens of one prefill pass
 
@@ -90,6 +94,7 @@ class Engine:
         self.columns: Any = None
         self.decode: Callable[..., Tensor] = decode
         self.kernels: ModuleType | None = None
+        self.packed: Any = None
 
     @torch.no_grad()
     def fill(self, model: Any, prompts: Sequence[Sequence[int]], uniform_NT: Tensor, settings: Settings, max_rows: int) -> Columns:
@@ -100,7 +105,9 @@ class Engine:
             self._load(model, dtype)
             self._reserve(model, min(max_rows, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens)
             self._reserve_columns(len(prompts), settings, uniform_NT)
-            self._run(prompts, settings)
+            with self._packed() as self.packed:
+                self._run(prompts, settings)
+            self.packed = None
         return self.columns
 
     def _load(self, model: Any, dtype: torch.dtype) -> None:
@@ -112,14 +119,21 @@ class Engine:
             refresh(self.weights, model)
 
     def _choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Triton's kernels where there is Triton, an NVIDIA or AMD device and a dtype they know; else torch alone."""
+        """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had and know the dtypes; else torch."""
+        self.decode, self.kernels, self.packed = decode, None, None
         if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             from counterpoise.rollouts import decoder_triton, kernels
 
             if dtype in decoder_triton.DTYPES:
                 self.decode, self.kernels = decoder_triton.decode, kernels
-                return
-        self.decode, self.kernels = decode, None
+        elif device.type == "cpu" and dtype == self.weights.embed_VD.dtype == torch.float32 and kernels_cpu.library() is not None:
+            self.kernels = kernels_cpu
+
+    def _packed(self) -> AbstractContextManager[Any]:
+        """The weights of this call as C reads them; None where it does not."""
+        if self.kernels is not kernels_cpu:
+            return nullcontext()
+        return kernels_cpu.packed(self.weights, self.shape, self.keys, self.values, self.cos, self.sin)
 
     def _reserve(self, model: Any, num_slots: int, num_positions: int) -> None:
         """A cache of at least this size and slots for it; a captured graph is void once an address changes."""
@@ -165,7 +179,6 @@ class Engine:
         num_slots = len(self.slots.row_B)
         for column, start in zip(self.slots, (0, 0, 0, len(prompts), False)):
             column.fill_(start)
-        sync_steps = 1 if self.keys.device.type == "cpu" else SYNC_STEPS  # a look at the host costs nothing on a CPU
         while True:
             num_alive = int(self.slots.alive_B[:num_slots].sum())
             free = num_slots - num_alive
@@ -174,11 +187,26 @@ class Engine:
                 self._admit(taken, [prompts[row] for row in taken])
             elif num_alive == 0:
                 return
-            elif not waiting and num_alive <= num_slots * COMPACT_FRAC:
+            elif not waiting and num_alive <= num_slots * COMPACT_FRAC and not self._is_native(settings):
                 num_slots = self._compact(num_alive, num_slots)
-            seen = self._seen(num_slots, sync_steps)
-            for _ in range(sync_steps):
-                self._step(num_slots, seen, settings)
+            self._steps(num_slots, settings)
+
+    def _is_native(self, settings: Settings) -> bool:
+        """Whether C draws and records too; its threads then leave out slots that have ended, wherever they lie."""
+        return self.packed is not None and not settings.topk and (settings.is_greedy or self._is_whole(settings))
+
+    def _is_whole(self, settings: Settings) -> bool:
+        """Whether tokens are drawn from all of the vocabulary."""
+        return settings.top_p >= 1.0 and not 0 < settings.top_k < self.weights.head_DV.shape[1] and not settings.is_greedy
+
+    def _steps(self, num_slots: int, settings: Settings) -> None:
+        """The steps between two looks at who has stopped."""
+        if self._is_native(settings):
+            return kernels_cpu.advance(self.packed, self.slots, self.columns, settings, SYNC_STEPS)
+        num_steps = 1 if self.keys.device.type == "cpu" else SYNC_STEPS  # a look at the host costs nothing on a CPU
+        seen = self._seen(num_slots, num_steps)
+        for _ in range(num_steps):
+            self._step(num_slots, seen, settings)
 
     def _seen(self, num_slots: int, num_steps: int) -> int:
         """Cache slots that the next steps must look at; few different numbers where every one is a graph."""
@@ -253,8 +281,11 @@ class Engine:
         """One token for every slot, all in place."""
         token_B, position_B, age_B, row_B, alive_B = (column[:num_slots] for column in self.slots)
         columns, keys, values = self.columns, self.keys[:, :num_slots, :, :seen], self.values[:, :num_slots, :, :seen]
-        hidden_BD = self.decode(self.weights, self.shape, token_B, position_B, keys, values, self.cos, self.sin)
-        logits_BV = hidden_BD @ self.weights.head_DV
+        if self.packed is not None:
+            hidden_BD, logits_BV = kernels_cpu.decode(self.packed, token_B, position_B)
+        else:
+            hidden_BD = self.decode(self.weights, self.shape, token_B, position_B, keys, values, self.cos, self.sin)
+            logits_BV = hidden_BD @ self.weights.head_DV
         drawn = self._draw(logits_BV, columns.uniform_NT, row_B, age_B, settings)
         columns.token_ids_NT[row_B, age_B] = drawn.token_N
         columns.sampler_logp_NT[row_B, age_B] = drawn.logp_N.float()
@@ -274,8 +305,7 @@ class Engine:
         position_B.add_(alive_B)
 
     def _draw(self, logits_BV: Tensor, uniform_NT: Tensor, row_B: Tensor, age_B: Tensor, settings: Settings) -> Draw:
-        is_plain = settings.top_p >= 1.0 and not 0 < settings.top_k < logits_BV.shape[1] and not settings.is_greedy
-        if self.kernels is not None and is_plain:
+        if self.kernels is not None and self._is_whole(settings):
             return Draw(*self.kernels.draw(logits_BV, uniform_NT[row_B, age_B], settings.temperature))
         logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / settings.temperature
         if settings.is_greedy:
