@@ -235,6 +235,23 @@ def test_tokens_follow_the_models_distribution():
         assert chisquare(torch.bincount(seen_N, minlength=6), len(seen_N) * prob_V / prob_V.sum()).pvalue > 0.01
 
 
+@native
+def test_kernels_that_give_other_logits_are_left_aside(monkeypatch, caplog):
+    model, sampled = sized(), {"group_size": 2, "max_new_tokens": 8, "stop_ids": STOPS, "seed": 0}
+    right = kernels_cpu.decode
+    monkeypatch.setattr(kernels_cpu, "decode", lambda *args: tuple(1.01 * out for out in right(*args)))
+    found = sample(model, PROMPTS, **sampled)
+    assert kernels_of(model) is None
+    assert "other logits than torch" in caplog.text
+    monkeypatch.undo()
+    again = sized()
+    with torch.no_grad():
+        for own, other in zip(again.parameters(), model.parameters()):
+            own.copy_(other)
+    assert torch.equal(sample(again, PROMPTS, **sampled).token_ids_NT, found.token_ids_NT)
+    assert kernels_of(again) is kernels_cpu
+
+
 def test_another_dtype_is_left_to_torch():
     model = tiny(dtype=torch.bfloat16)
     settings = {"max_new_tokens": 5, "stop_ids": [], "seed": 0, "greedy": True}

@@ -18,7 +18,7 @@ import counterpoise as cp
 from counterpoise.files import read_jsonl
 from counterpoise.rollouts import load_model, measure
 from counterpoise.tasks import task
-from counterpoise.trainer import checkpoint
+from counterpoise.trainer import checkpoint, run_folder
 from counterpoise.trainer.collect import collect, measured
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
@@ -365,3 +365,9 @@ def test_a_run_folder_that_exists_is_not_overwritten(tmp_path):
         train(parse_config(small(tmp_path, run_dir=str(tmp_path / "mine"))), fresh=True)
     with pytest.raises(ConfigError, match="--resume: .* holds no run"):
         train(parse_config(small(tmp_path, run_dir=str(tmp_path / "none"))), resume=True)
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch):
+    assert run_folder._commit() is None or len(run_folder._commit()) == 40
+    monkeypatch.setenv("PATH", "")
+    assert run_folder._commit() is None

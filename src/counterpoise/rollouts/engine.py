@@ -114,19 +114,19 @@ class Engine:
         if self.weights is None or self.weights.layers[0].qkv.dtype != dtype or self.weights.norm_D.device != model.device:
             self.weights, self.graphs = fused(model, dtype), {}
             self.keys = self.values = torch.empty(0)
-            self._choose_kernels(model.device, dtype)
+            self._choose_kernels(model, dtype)
         else:
             refresh(self.weights, model)
 
-    def _choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _choose_kernels(self, model: Any, dtype: torch.dtype) -> None:
         """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had and know the dtypes; else torch."""
         self.decode, self.kernels, self.packed = decode, None, None
-        if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             from counterpoise.rollouts import decoder_triton, kernels
 
             if dtype in decoder_triton.DTYPES:
                 self.decode, self.kernels = decoder_triton.decode, kernels
-        elif device.type == "cpu" and dtype == self.weights.embed_VD.dtype == torch.float32 and kernels_cpu.library() is not None:
+        elif model.device.type == "cpu" and kernels_cpu.can_decode(self.weights, self.shape, *rotary(model, 2)):
             self.kernels = kernels_cpu
 
     def _packed(self) -> AbstractContextManager[Any]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.rollouts.decoder import Layer, Shape, Weights
+from counterpoise.rollouts.decoder import decode as plain_decode
 
 log = logging.getLogger("counterpoise.rollouts")
 SOURCE = Path(__file__).with_suffix(".c")
@@ -140,6 +141,24 @@ def packed(weights: Weights, shape: Shape, keys: Tensor, values: Tensor, cos_LC:
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads) as pool:
         yield Packed(struct, (table, layers, tensors), pool, num_threads)
+
+
+def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -> bool:
+    """Whether there are kernels, the weights are float32, and the logits of two tokens are those of torch.
+
+    The last is tried because compilers and processors are many and a wrong token is silent.
+    """
+    if not weights.head_DV.dtype == weights.embed_VD.dtype == torch.float32 or library() is None:
+        return False
+    token_B, position_B = torch.tensor([0, 1]), torch.tensor([0, 1])
+    cache = [torch.zeros(shape.num_layers, 2, shape.num_kv_heads, 2, shape.head_size) for _ in range(4)]
+    with packed(weights, shape, cache[0], cache[1], cos_LC, sin_LC) as model:
+        _, found_BV = decode(model, token_B, position_B)
+    expected_BV = plain_decode(weights, shape, token_B, position_B, cache[2], cache[3], cos_LC, sin_LC) @ weights.head_DV
+    if torch.allclose(found_BV, expected_BV, rtol=1e-3, atol=1e-3 * float(expected_BV.abs().max())):
+        return True
+    log.warning("rollouts: the C kernels give other logits than torch on this machine and are left aside; please report it.")
+    return False
 
 
 def decode(model: Packed, token_B: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """The commit of this code, where it is a checkout; None if it was installed, even into a folder of somebody's repository."""
+    if shutil.which("git") is None:
+        return None
+    file = Path(__file__)
+
+    def git(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(file.parent), *args], capture_output=True, text=True, check=False)
+
+    is_tracked = git("ls-files", "--error-unmatch", file.name).returncode == 0
+    return git("rev-parse", "HEAD").stdout.strip() if is_tracked else None
