@@ -133,23 +133,30 @@ class Own:
     def reward(self, prompt, text):
         return float(os.getpid() != int(text))
 
+class Note:
+    pass
+
 if __name__ == "__main__":
     if sys.argv[2] == "own":
         task = Own()
     else:
         from user_task import UserTask as task_class
         task = task_class()
+    meta = {"note": Note()} if sys.argv[2] == "own meta" else {}
     print(grade(task, [(Prompt("a", "", "4"), str(os.getpid())), (Prompt("b", "", "4"), "4")], num_workers=2).reward)
+    if meta:
+        print(grade(task, [(Prompt("a", "", "4", meta), "4"), (Prompt("b", "", "4", meta), "5")], num_workers=2).reward)
 """
 
 
-@pytest.mark.parametrize(("whose", "num_readers"), [("own", 3), ("imported", 1)])
-def test_workers_import_the_callers_script_only_for_a_task_that_is_defined_there(tmp_path, whose, num_readers):
+@pytest.mark.parametrize(("whose", "num_readers"), [("own", 3), ("imported", 1), ("own meta", 3)])
+def test_workers_import_the_callers_script_only_for_what_is_defined_there(tmp_path, whose, num_readers):
     (tmp_path / "user_task.py").write_text(
         "class UserTask:\n    def reward(self, prompt, text):\n        return float(text == '4')\n"
     )
     script, readers = tmp_path / "script.py", tmp_path / "readers.txt"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script), str(readers), whose], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ("[1.0, 1.0]" if whose == "own" else "[0.0, 1.0]")
+    expected = {"own": ["[1.0, 1.0]"], "imported": ["[0.0, 1.0]"], "own meta": ["[0.0, 1.0]", "[1.0, 0.0]"]}
+    assert done.stdout.splitlines() == expected[whose]
     assert len(set(readers.read_text().split())) == num_readers

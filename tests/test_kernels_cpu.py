@@ -144,6 +144,22 @@ def test_the_ends_of_the_unit_interval_by_hand():
     torch.testing.assert_close(entropy_B, torch.special.entr(prob_2).sum().expand(4), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.3])
+@native
+def test_no_log_prob_is_above_0_and_no_entropy_under_it(temperature):
+    """Tokens that are all but certain: 100 above the others, whose mass is under 1e-30. Log-prob and entropy are 0 to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = torch.randn(1000, 20, generator=generator)
+    logits_BV[:, 3] += 100 + torch.rand(1000, generator=generator)
+    token_B, logp_B, entropy_B = kernels_cpu.draw(
+        logits_BV, torch.rand(1000, dtype=torch.float64, generator=generator), temperature
+    )
+    assert (token_B == 3).all()
+    assert (logp_B == 0).all()
+    assert (entropy_B >= 0).all()
+    assert entropy_B.max() < 1e-25
+
+
 @native
 def test_logits_that_are_not_finite_give_no_number():
     logits_BV = torch.zeros(4, 100)
@@ -264,6 +280,29 @@ def test_another_dtype_is_left_to_torch():
     assert kernels_of(plain) is None
 
 
+@native
+def test_norms_of_another_dtype_are_left_to_torch():
+    model, settings = tiny(), {"group_size": 2, "max_new_tokens": 6, "stop_ids": [], "seed": 0}
+    for layer in model.model.layers:
+        layer.input_layernorm.to(torch.bfloat16)
+    found = sample(model, PROMPTS, **settings)
+    assert kernels_of(model) is None
+    assert torch.equal(found.token_ids_NT, sample(model, PROMPTS, **settings, engine=False).token_ids_NT)
+
+
+@native
+def test_an_error_in_the_middle_leaves_no_copy_of_the_weights(monkeypatch):
+    model, settings = tiny(), {"max_new_tokens": 20, "stop_ids": [], "seed": 0}
+    expected = sample(model, PROMPTS, **settings)
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(kernels_cpu, "advance", lambda *args: (_ for _ in ()).throw(MemoryError))
+        sample(model, PROMPTS, **settings)
+    found = engine.engine_for(model)
+    assert found is not None
+    assert found.packed is None
+    assert torch.equal(sample(model, PROMPTS, **settings).token_ids_NT, expected.token_ids_NT)
+
+
 @pytest.fixture
 def fresh():
     """What was built and loaded is forgotten before and after."""
@@ -290,6 +329,16 @@ def test_without_kernels_torch_does_the_work_and_one_line_says_so(compilers, mes
     assert [record.message.startswith(message) for record in caplog.records] == [True]
     for found in rollouts:
         assert torch.equal(found.token_ids_NT, generic.token_ids_NT)
+
+
+def test_a_user_without_a_home_folder_samples_with_torch(fresh, monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("COUNTERPOISE_CACHE", raising=False)
+    assert kernels_cpu.library() is None
 
 
 BUILD = "from counterpoise.rollouts import kernels_cpu; assert kernels_cpu.library() is not None"

@@ -105,9 +105,11 @@ class Engine:
             self._load(model, dtype)
             self._reserve(model, min(max_rows, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens)
             self._reserve_columns(len(prompts), settings, uniform_NT)
-            with self._packed() as self.packed:
-                self._run(prompts, settings)
-            self.packed = None
+            try:
+                with self._packed() as self.packed:
+                    self._run(prompts, settings)
+            finally:
+                self.packed = None  # a copy of all weights
         return self.columns
 
     def _load(self, model: Any, dtype: torch.dtype) -> None:

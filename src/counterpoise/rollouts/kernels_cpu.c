@@ -263,11 +263,12 @@ static float *forward(const Model *m, const Slots *s, const whole *slot_R, whole
     return copy;
 }
 
-/* mass[v] = exp(z[v] / T - top) for up to DRAW_BLOCK tokens, 0 after them; their sum, and adds sum mass (z / T - top) to tilt. */
+/* mass[v] = exp((z[v] - top) / T) for up to DRAW_BLOCK tokens, 0 after them; their sum, and adds sum mass (z - top) / T to tilt.
+   The difference comes first: it is 0 for the likeliest token, and so no log-prob is above 0 and no entropy under it. */
 INLINE float masses(const float *z, float *mass, whole size, float inverse, float top, double *tilt) {
     vec sum = {0}, tilted = {0};
     for (whole v = 0; v < size; v += LANES) {
-        const vec x = size - v >= LANES ? load(z + v) : some(z + v, size - v, -INFINITY), below = x * inverse - top;
+        const vec x = size - v >= LANES ? load(z + v) : some(z + v, size - v, -INFINITY), below = (x - top) * inverse;
         const vec part = exp_of(below);
         store(mass + v, part);
         sum += part;
@@ -307,16 +308,16 @@ INLINE float top_of(const float *z, whole V) {
 /* A token from softmax(z / T), or the likeliest one; its log-prob and the distribution's entropy. */
 static whole drawn(const float *z, double uniform, whole V, float inverse, int is_greedy, float *logp, float *entropy) {
     float mass[DRAW_BLOCK];
-    const float highest_z = top_of(z, V), top = highest_z * inverse;
+    const float top = top_of(z, V);
     double total = 0, tilt = 0;
     for (whole v = 0; v < V; v += DRAW_BLOCK)
         total += masses(z + v, mass, V - v < DRAW_BLOCK ? V - v : DRAW_BLOCK, inverse, top, &tilt);
     whole token = 0;
     if (is_greedy)
-        while (token < V - 1 && !(z[token] >= highest_z)) token++;
+        while (token < V - 1 && !(z[token] >= top)) token++;
     else
         token = token_at(z, V, inverse, top, uniform * total);
-    *logp = (float)((double)(z[token] * inverse - top) - log(total));
+    *logp = (float)((double)((z[token] - top) * inverse) - log(total));
     *entropy = (float)(log(total) - tilt / total);
     return token;
 }

@@ -83,7 +83,7 @@ def library() -> Any:
     for flags in ((*FLAGS, native), FLAGS):
         try:
             return _declared(ctypes.CDLL(str(_built(compiler, flags))))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home folder
             errors.append(getattr(error, "stderr", None) or str(error))
     log.info("rollouts: the C kernels could not be built (%s); the engine works with torch alone.", errors[-1].strip()[:300])
     return None
@@ -148,7 +148,8 @@ def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -
 
     The last is tried because compilers and processors are many and a wrong token is silent.
     """
-    if not weights.head_DV.dtype == weights.embed_VD.dtype == torch.float32 or library() is None:
+    read = weights.embed_VD, weights.norm_D, weights.head_DV, *(tensor for layer in weights.layers for tensor in layer)
+    if any(tensor.dtype != torch.float32 for tensor in read if tensor is not None) or library() is None:
         return False
     token_B, position_B = torch.tensor([0, 1]), torch.tensor([0, 1])
     cache = [torch.zeros(shape.num_layers, 2, shape.num_kv_heads, 2, shape.head_size) for _ in range(4)]

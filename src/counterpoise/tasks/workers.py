@@ -78,9 +78,21 @@ def _arm(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+class Sent(NamedTuple):
+    """A task as a worker gets it; ``needs_main`` if it, or what the prompts carry for it, is defined in the caller's script."""
+
+    pickled: bytes
+    needs_main: bool
+
+
+def sent(task: Any, pairs: Sequence[tuple[Prompt, str]]) -> Sent:
+    pickled = pickle.dumps(task)
+    return Sent(pickled, b"__main__" in pickled or b"__main__" in pickle.dumps([prompt.meta for prompt, _ in pairs]))
+
+
 @contextmanager
 def main_left_out() -> Iterator[None]:
-    """Processes started in the block do not import the caller's script. They need it only for a task that is defined there; it may import a
+    """Processes started in the block do not import the caller's script. They need it only for what is defined there; it may import a
     whole training stack, once for every worker."""
     main = sys.modules["__main__"]
     kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -96,34 +108,35 @@ def main_left_out() -> Iterator[None]:
 class Worker:
     """A process that holds a task, and the rollout it grades."""
 
-    def __init__(self, pickled: bytes) -> None:
+    def __init__(self, sent: Sent) -> None:
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context: Any = mp.get_context(method)
         # with these imported once, replacing a killed worker takes milliseconds
         context.set_forkserver_preload(["counterpoise.tasks", "math_verify"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs,), daemon=True)
-        with nullcontext() if b"__main__" in pickled else main_left_out():
+        with nullcontext() if sent.needs_main else main_left_out():
             self.process.start()
         theirs.close()
         self.item: int | None = None
         self.deadline = math.inf
-        self._load(pickled)
+        self._load(sent)
 
-    def _load(self, pickled: bytes) -> None:
+    def _load(self, sent: Sent) -> None:
         try:
-            self.connection.send(pickled)
+            self.connection.send(sent.pickled)
             fault = self.connection.recv() if self.connection.poll(START_LIMIT_S) else f"no answer within {START_LIMIT_S:.0f} s"
         except (EOFError, OSError):
             fault = "it ended at once; a script that grades needs `if __name__ == '__main__':` around what it runs"
         if fault:
             self.kill()
             raise ValueError(f"the grading process cannot load the task: {fault}.")
-        self.pickled = pickled
+        self.sent = sent
 
-    def is_ready(self, pickled: bytes) -> bool:
+    def is_ready(self, sent: Sent) -> bool:
         """Whether it is alive and holds this task."""
-        return self.pickled == pickled and self.process.is_alive() and not self.connection.closed
+        is_same = self.sent.pickled == sent.pickled and self.sent.needs_main >= sent.needs_main
+        return is_same and self.process.is_alive() and not self.connection.closed
 
     def begin(self, item: int, pair: tuple[Prompt, str], time_limit_s: float) -> None:
         self.item, self.deadline = item, time.monotonic() + time_limit_s
@@ -166,33 +179,31 @@ class Pool:
         """The verdicts in the order of the pairs."""
         with self.lock:
             try:
-                return self._verdicts(pickle.dumps(task), pairs, time_limit_s, num_workers)
+                return self._verdicts(sent(task, pairs), pairs, time_limit_s, num_workers)
             except BaseException:
                 # a worker may be in the middle of a rollout of this call; its answer must not reach the next one
                 self.close()
                 raise
 
-    def _verdicts(
-        self, pickled: bytes, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
-    ) -> list[Verdict]:
+    def _verdicts(self, sent: Sent, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int) -> list[Verdict]:
         waiting = list(range(len(pairs)))[::-1]
         found: dict[int, Verdict] = {}
         while len(found) < len(pairs):
             for slot in range(num_workers):
                 if waiting and (slot >= len(self.workers) or self.workers[slot].item is None):
                     item = waiting.pop()
-                    self._ready(slot, pickled).begin(item, pairs[item], time_limit_s)
+                    self._ready(slot, sent).begin(item, pairs[item], time_limit_s)
             busy = [worker for worker in self.workers if worker.item is not None]
             wait([worker.connection for worker in busy], max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
             found.update(done for worker in busy if (done := worker.end(time_limit_s)) is not None)
         return [found[item] for item in range(len(pairs))]
 
-    def _ready(self, slot: int, pickled: bytes) -> Worker:
+    def _ready(self, slot: int, sent: Sent) -> Worker:
         if slot >= len(self.workers):
-            self.workers.append(Worker(pickled))
-        elif not self.workers[slot].is_ready(pickled):
+            self.workers.append(Worker(sent))
+        elif not self.workers[slot].is_ready(sent):
             self.workers[slot].kill()
-            self.workers[slot] = Worker(pickled)
+            self.workers[slot] = Worker(sent)
         return self.workers[slot]
 
     def close(self) -> None:
