@@ -113,4 +113,5 @@ def as_shown(value):
     if size < 1e-3 or size >= 1e6:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{mantissa}e{int(exponent):+d}"
-    return f"{value:.{3 - int(np.floor(np.log10(size)))}f}"
+    rounded = abs(float(f"{value:.3e}"))  # 0.99999 is written 1.000
+    return f"{value:.{3 - int(np.floor(np.log10(rounded)))}f}"

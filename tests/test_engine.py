@@ -85,6 +85,15 @@ def test_an_architecture_the_engine_does_not_know_falls_back_with_one_warning(ca
     assert torch.equal(rollouts[0].token_ids_NT, rollouts[2].token_ids_NT)
 
 
+def test_rotations_that_depend_on_the_longest_row_are_left_to_the_generic_path():
+    """The cache is longer than any row, 64 positions instead of 34, beyond the 40 from which such a model rotates differently."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model, prompts = tiny(max_position_embeddings=40, rope_parameters=rope), [[*range(3, 17)], [3, 4]]
+    found = sample(model, prompts, max_new_tokens=20, stop_ids=[], seed=0)
+    expected = measure(model, prompts, found.token_ids_NT, found.mask_NT, {"trainer_logp_NT"})["trainer_logp_NT"]
+    torch.testing.assert_close(found.sampler_logp_NT, expected, rtol=0, atol=1e-5)
+
+
 def test_a_cache_that_does_not_fit_is_halved_with_advice(monkeypatch, caplog):
     taken, real, settings = [], torch.zeros, {"group_size": 16, "max_new_tokens": 8, "stop_ids": STOPS, "seed": 0}
     whole = sample(tiny(), PROMPTS, **settings)

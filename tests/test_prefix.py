@@ -10,7 +10,7 @@ from counterpoise.ledger.logprobs import at
 from counterpoise.rollouts import add_lora, measure, pack, token_logp
 from counterpoise.rollouts.backbone import backbone
 from counterpoise.rollouts.prefix import can_share, prefixes
-from tiny_models import tiny
+from tiny_models import row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6, 7]] * 4 + [[8, 9, 10]] * 3 + [[3, 4, 5, 6]]
 LENGTHS = torch.tensor([9, 5, 3, 1, 7, 9, 2, 4])
@@ -140,6 +140,20 @@ def test_dropout_recomputation_windows_and_other_attention_read_whole_rows():
     recomputing = tiny()
     recomputing.gradient_checkpointing_enable()
     assert not can_share(recomputing.get_decoder())
+
+
+def test_rotations_that_depend_on_the_longest_row_are_those_of_whole_rows():
+    """A long prompt with a short answer and a short one with a long answer: 16 positions at most, though 14 + 12 would be 26."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny(max_position_embeddings=16, rope_parameters=rope)
+    prompts, length_N = [[*range(3, 17)]] * 4 + [[3, 4]] * 4, torch.tensor([2] * 4 + [13] * 4)
+    mask_NT = torch.arange(13) < length_N[:, None]
+    ids_NT = torch.randint(3, 29, mask_NT.shape, generator=torch.Generator().manual_seed(0)) * mask_NT
+    with torch.no_grad():
+        got_NT = token_logp(model, prompts, ids_NT, mask_NT)
+        for row, (prompt, length) in enumerate(zip(prompts, length_N.tolist())):
+            expected_T, _ = row_logp_entropy(model, prompt, ids_NT[row, :length].tolist())
+            torch.testing.assert_close(got_NT[row, :length], expected_T, rtol=0, atol=1e-5)
 
 
 def test_prompts_are_shared_only_where_it_saves_tokens():

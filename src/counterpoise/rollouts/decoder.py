@@ -63,9 +63,16 @@ def why_not(model: Any) -> str | None:
         return f"activation {config.hidden_act}"
     if getattr(config, "use_sliding_window", False):
         return "sliding-window attention"
+    if rotates_by_length(model.model):
+        return "rotary embedding that depends on the longest row"
     if any(not type(module).__module__.startswith(("transformers.", "torch.nn.")) for module in model.modules()):
         return "modules put into the model (adapters, quantised layers)"
     return None
+
+
+def rotates_by_length(decoder: Any) -> bool:
+    """Whether a token is rotated by its position and by the longest row of the forward too."""
+    return decoder.rotary_emb.rope_type in ("dynamic", "longrope")
 
 
 def shape_of(model: Any) -> Shape:

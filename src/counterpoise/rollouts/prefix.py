@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from counterpoise.rollouts.decoder import rotates_by_length
+
 NAME = "counterpoise_prefix"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
 WORTH_FRAC = 0.9  # of the tokens of whole rows: above it the second attention costs more than the prompts saved
 
 
@@ -58,12 +61,16 @@ def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: i
 
 
 def can_share(decoder: Any) -> bool:
-    """Whether the decoder's attention can be ours: a known architecture, no window, nothing computed again in the backward, no dropout."""
+    """Whether the decoder's attention can be ours: a known architecture, no window, nothing computed again in the backward, no dropout.
+
+    And no rotation that depends on the longest row: flat tokens may have a position that no row has.
+    """
     config = decoder.config
     return (
         type(decoder).__name__ in DECODERS
         and config._attn_implementation == "sdpa"
         and not getattr(config, "use_sliding_window", False)
+        and not rotates_by_length(decoder)
         and not decoder.is_gradient_checkpointing
         and not decoder.training
     )
@@ -78,7 +85,7 @@ def hidden_of_prefixes(decoder: Any, rows: Prefixes, row_M: Tensor, column_M: Te
         hidden_LD = decoder(
             input_ids=ids_1L,
             position_ids=_positions(rows),
-            attention_mask=_is_seen(rows),
+            attention_mask=_mask(decoder, rows),
             use_cache=False,
             prefix_shape=(num_prompts, width, num_rows, length),
             prefix_N=rows.prompt_N,
@@ -101,8 +108,7 @@ def attend(
     groups = q.shape[1] // k.shape[1]
     keys, values = (torch.cat([own.index_select(0, kwargs["prefix_N"]), part], 2) for own, part in ((own_k, k), (own_v, v)))
     queries = q.unflatten(1, (-1, groups)).flatten(2, 3)
-    seen = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
-    second = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling)
+    second = F.scaled_dot_product_attention(queries, keys, values, attn_mask=attention_mask, scale=scaling)
     second = second.unflatten(2, (groups, length)).flatten(1, 2)
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in (first, second)])[None], None
 
@@ -140,6 +146,21 @@ def _is_seen(rows: Prefixes) -> Tensor:
     prompt_NW = torch.arange(width, device=device) < rows.length_P[rows.prompt_N, None]
     own_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return torch.cat([prompt_NW[:, None, None].expand(*shape, width), own_SS.expand(*shape, length)], -1)
+
+
+def _mask(decoder: Any, rows: Prefixes) -> Tensor:
+    """What ``attend`` adds to its scores, [N, 1, G * S, W + S]: 0 where a token is seen, -inf elsewhere.
+
+    Made once for all layers, in the dtype attention computes in and with rows that begin at multiples of ``ALIGNMENT``: from any other mask
+    every layer would make such a one and keep it for the backward.
+    """
+    config, device = decoder.config, rows.ids_PW.device.type
+    is_seen = _is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
+    own = decoder.embed_tokens.weight.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
+    size = *is_seen.shape[:3], -(-is_seen.shape[3] // ALIGNMENT) * ALIGNMENT
+    mask = torch.zeros(size, dtype=dtype, device=rows.ids_PW.device)[..., : is_seen.shape[3]]
+    return mask.masked_fill_(~is_seen, float("-inf"))
 
 
 AttentionInterface.register(NAME, attend)
