@@ -98,3 +98,11 @@ def test_edits_of_a_reference_that_serves_two():
 def test_nearest_correct_breaks_ties_by_reward_then_ids():
     assert nearest_correct([1, 2], [([1, 9], 0.8), ([1, 8], 1.0), ([1, 7], 1.0)]) == 2
     assert nearest_correct([1, 2], [([3, 4], 1.0), ([1, 2], 0.7)]) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [6, 7, 11, 23])
+def test_ties_do_not_depend_on_the_order(num_tokens):
+    zeros, last_differs = ([0] * num_tokens, 1.0), ([0] * (num_tokens - 1) + [1], 1.0)
+    assert edit_distance([0], zeros[0]) == edit_distance([0], last_differs[0])
+    assert nearest_correct([0], [zeros, last_differs]) == 0
+    assert nearest_correct([0], [last_differs, zeros]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,7 +55,11 @@ def edit_distance(one_ids: Sequence[int], other_ids: Sequence[int], worst: float
     >>> edit_distance([1, 2, 3], [1, 9, 3, 4])
     0.5
     """
-    return _levenshtein().normalized_distance(one_ids, other_ids, score_cutoff=worst)
+    longest = max(len(one_ids), len(other_ids))
+    # counted in tokens: a cutoff on the share itself, compared in floats, loses distances that are equal to it
+    most = math.floor(worst * longest + 1e-9)
+    num_edits = _levenshtein().distance(one_ids, other_ids, score_cutoff=most)
+    return 1.0 if num_edits > most else num_edits / max(longest, 1)
 
 
 def nearest_correct(failed_ids: Sequence[int], correct: Sequence[tuple[Sequence[int], float]]) -> int:
