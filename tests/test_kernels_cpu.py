@@ -228,15 +228,27 @@ def test_the_bundled_model_decodes_greedily_as_generate_does(max_rows):
 
 
 @native
-def test_steps_in_a_row_equal_steps_one_by_one():
-    """Candidates are taken with torch after every step; without them C goes on alone. Same tokens, same bits."""
+def test_steps_in_a_row_equal_steps_one_by_one(monkeypatch):
+    """Torch draws candidates and keeps the books after every step of C, or C does it all. Same tokens, same bits."""
     model, settings = tiny(), {"group_size": 12, "max_new_tokens": 40, "stop_ids": [2], "seed": 5, "max_rows": 9}
-    alone = sample(model, PROMPTS, **settings)
-    watched = sample(model, PROMPTS, **settings, needs={"topk_ids_NTK"}, topk=3)
-    assert torch.equal(alone.token_ids_NT, watched.token_ids_NT)
-    assert torch.equal(alone.sampler_logp_NT, watched.sampler_logp_NT)
-    assert torch.equal(alone.entropy_NT, watched.entropy_NT)
-    assert alone.stop_reason == watched.stop_reason
+    settings |= {"needs": {"topk_ids_NTK", "topk_logp_NTK"}, "topk": 3, "temperature": 0.8}
+    together = sample(model, PROMPTS, **settings)
+    monkeypatch.setattr(engine.Engine, "_is_native", lambda self, settings: False)
+    single = sample(model, PROMPTS, **settings)
+    for name in ("token_ids_NT", "sampler_logp_NT", "entropy_NT", "topk_ids_NTK"):
+        assert torch.equal(getattr(together, name), getattr(single, name)), name
+    torch.testing.assert_close(together.topk_logp_NTK, single.topk_logp_NTK, rtol=0, atol=2e-6)
+    assert together.stop_reason == single.stop_reason
+
+
+@native
+def test_equal_logits_are_candidates_in_the_order_of_the_vocabulary():
+    model = tiny()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    found = sample(model, PROMPTS, max_new_tokens=2, stop_ids=[], seed=0, needs={"topk_ids_NTK", "topk_logp_NTK"}, topk=4)
+    assert kernels_of(model) is kernels_cpu
+    assert found.topk_ids_NTK.unique(dim=0).tolist() == [[[0, 1, 2, 3], [0, 1, 2, 3]]]
+    torch.testing.assert_close(found.topk_logp_NTK, torch.full_like(found.topk_logp_NTK, 1 / 29).log())
 
 
 @native

@@ -195,7 +195,7 @@ class Engine:
 
     def _is_native(self, settings: Settings) -> bool:
         """Whether C draws and records too; its threads then leave out slots that have ended, wherever they lie."""
-        return self.packed is not None and not settings.topk and (settings.is_greedy or self._is_whole(settings))
+        return self.packed is not None and (settings.is_greedy or self._is_whole(settings))
 
     def _is_whole(self, settings: Settings) -> bool:
         """Whether tokens are drawn from all of the vocabulary."""

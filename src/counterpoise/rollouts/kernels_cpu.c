@@ -33,12 +33,14 @@ typedef struct {
     uint8_t *alive_B;
 } Slots;
 
-typedef struct { /* [N + 1, T]; hidden_NTD is NULL where nobody asked for it */
+typedef struct { /* [N + 1, T]; hidden_NTD is NULL, K is 0 where nobody asked for them */
     whole *token_ids_NT, *length_N;
     float *logp_NT, *entropy_NT, *hidden_NTD;
     const double *uniform_NT;
     const whole *stops;
-    whole num_stops, T, nowhere; /* nowhere: the row of slots without a rollout */
+    whole *topk_ids_NTK;
+    float *topk_logp_NTK;
+    whole num_stops, T, nowhere, K; /* nowhere: the row of slots without a rollout */
     float inverse;               /* 1 / temperature */
     int is_greedy;
 } Columns;
@@ -305,8 +307,19 @@ INLINE float top_of(const float *z, whole V) {
     return top;
 }
 
-/* A token from softmax(z / T), or the likeliest one; its log-prob and the distribution's entropy. */
-static whole drawn(const float *z, double uniform, whole V, float inverse, int is_greedy, float *logp, float *entropy) {
+/* The K likeliest tokens, largest first and of equal ones the first, with their logits. */
+static void candidates(const float *z, whole V, whole K, whole *ids, float *best) {
+    for (whole v = 0, num = 0; v < V; v++) {
+        if (num == K && !(z[v] > best[K - 1])) continue;
+        whole k = num < K ? num++ : K - 1;
+        for (; k > 0 && z[v] > best[k - 1]; k--) best[k] = best[k - 1], ids[k] = ids[k - 1];
+        best[k] = z[v], ids[k] = v;
+    }
+}
+
+/* A token from softmax(z / T), or the likeliest one; its log-prob, the distribution's entropy, and K candidates with their log-probs. */
+static whole drawn(const float *z, double uniform, whole V, float inverse, int is_greedy, float *logp, float *entropy, whole K, whole *ids,
+                   float *best) {
     float mass[DRAW_BLOCK];
     const float top = top_of(z, V);
     double total = 0, tilt = 0;
@@ -319,19 +332,22 @@ static whole drawn(const float *z, double uniform, whole V, float inverse, int i
         token = token_at(z, V, inverse, top, uniform * total);
     *logp = (float)((double)((z[token] - top) * inverse) - log(total));
     *entropy = (float)(log(total) - tilt / total);
+    if (K) candidates(z, V, K, ids, best);
+    for (whole k = 0; k < K; k++) best[k] = (float)((double)((best[k] - top) * inverse) - log(total));
     return token;
 }
 
 void draw(const float *logits_BV, const double *uniform_B, float inverse, whole *token_B, float *logp_B, float *entropy_B, whole B,
           whole V) {
-    for (whole b = 0; b < B; b++) token_B[b] = drawn(logits_BV + b * V, uniform_B[b], V, inverse, 0, logp_B + b, entropy_B + b);
+    for (whole b = 0; b < B; b++) token_B[b] = drawn(logits_BV + b * V, uniform_B[b], V, inverse, 0, logp_B + b, entropy_B + b, 0, 0, 0);
 }
 
 /* A drawn token into its column; the slot moves on, or ends at a stop or at the last column. */
 INLINE void record(const Slots *s, const Columns *c, whole b, const float *z, whole V, const float *hidden, whole D) {
     const whole at = s->row_B[b] * c->T + s->age_B[b];
     const double uniform = c->is_greedy ? 0 : c->uniform_NT[at];
-    const whole token = drawn(z, uniform, V, c->inverse, c->is_greedy, c->logp_NT + at, c->entropy_NT + at);
+    const whole token = drawn(z, uniform, V, c->inverse, c->is_greedy, c->logp_NT + at, c->entropy_NT + at, c->K,
+                              c->topk_ids_NTK + at * c->K, c->topk_logp_NTK + at * c->K);
     if (c->hidden_NTD) memcpy(c->hidden_NTD + at * D, hidden, D * sizeof(float));
     c->token_ids_NT[at] = s->token_B[b] = token;
     c->length_N[s->row_B[b]] = s->age_B[b] + 1;

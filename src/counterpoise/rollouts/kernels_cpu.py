@@ -53,8 +53,8 @@ ModelStruct = _structure(
 SlotsStruct = _structure("SlotsStruct", pointer="token position age row alive")
 ColumnsStruct = _structure(
     "ColumnsStruct",
-    pointer="token_ids length logp entropy hidden uniform stops",
-    whole="num_stops T nowhere",
+    pointer="token_ids length logp entropy hidden uniform stops topk_ids topk_logp",
+    whole="num_stops T nowhere K",
     real="inverse",
     flag="is_greedy",
 )
@@ -187,8 +187,10 @@ def advance(model: Packed, slots: Any, columns: Any, settings: Any, num_steps: i
         wanted,
         columns.uniform_NT,
         stops_S,
+        columns.topk_ids_NTK,
+        columns.topk_logp_NTK,
     )
-    sizes = len(stops_S), settings.max_new_tokens, len(columns.length_N) - 1
+    sizes = len(stops_S), settings.max_new_tokens, len(columns.length_N) - 1, settings.topk
     table = ColumnsStruct(*map(_address, tensors), *sizes, 1.0 / settings.temperature, settings.is_greedy)
     state = SlotsStruct(*map(_address, slots))
 
