@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from counterpoise.ledger import of_model, snapshot
-from counterpoise.probes import PROBES, open_scene, pool, run_probe, tried
+from counterpoise.probes import PROBES, exchangeability, open_scene, pool, run_probe, tried
 from counterpoise.probes.causal import full_update, tau
-from counterpoise.probes.counterfactual import enters
+from counterpoise.probes.counterfactual import category_shares, enters, share_difference
 from counterpoise.probes.drift import solution_bank
+from counterpoise.probes.output import STRIDE
 from counterpoise.probes.tax import kinds
 from counterpoise.probes.value import Candidates, match, prefix_values
 from counterpoise.types import Rows
@@ -173,6 +174,19 @@ def test_exchangeable_losses_leave_shared_tokens_alone(run: Path) -> None:
         assert numbers[name]["mean"] > 1e-5
 
 
+def test_nodes_where_a_loss_clips_everybody_have_no_excess() -> None:
+    """Two prompts, each with a node that keeps the residual of equal weights, one that misses it by 0.1, one where nobody is left."""
+    nodes = [
+        {"loss": loss, "group": group, "node": node, "of_advantage": plain, "is_full": False, "residual": left}
+        for loss in exchangeability.LOSSES
+        for group in (0, 1)
+        for node, (plain, left) in enumerate([(0.5, 0.5), (0.5, 0.6), (0.5, 0.0)])
+    ]
+    numbers = exchangeability.summarise({"nodes": pd.DataFrame(nodes)})
+    assert all((one["num_nodes"], one["num_empty"]) == (6, 2) for one in numbers.values())
+    assert numbers["token ratio, symmetric clip"]["mean"] == pytest.approx(0.05)
+
+
 def test_value_of_a_finished_prefix_is_its_reward(scene) -> None:
     """A prefix that is one token short of the limit can only be graded as it stands, whatever is sampled."""
     row = int(scene.rows.row_R[0])
@@ -193,6 +207,24 @@ def test_matching_takes_the_nearest() -> None:
     suppressed = Candidates(np.array([1, 1, 1]), np.array([8, 2, 5]), np.array([0.8, 0.2, 0.5]))
     assert sorted(match(boosted, suppressed, 2, 0)) == [(0, 1), (1, 0)]
     assert sorted(match(suppressed, boosted, 2, 0)) == [(0, 1), (1, 0)]
+
+
+def test_pooled_shares_do_not_weigh_steps_by_their_size() -> None:
+    """Reasoning has 3/4 of each variant's change at the first step and 1/4 at the second; positives only change ten times as much at the first."""
+
+    def rows(variant: str, sizes: tuple[float, float]) -> list[dict]:
+        shares = ((("reasoning", 3.0), ("template", 1.0)), (("reasoning", 1.0), ("template", 3.0)))
+        return [
+            {"variant": variant, "group": step * STRIDE + prompt, "category": name, "delta": -share * sizes[step]}
+            for step in (0, 1)
+            for prompt in (0, 1, 2)
+            for name, share in shares[step]
+        ]
+
+    table = pd.DataFrame(rows("full", (1.0, 1.0)) + rows("positives", (10.0, 1.0)))
+    found = share_difference(table, "full", "positives")
+    assert found["reasoning"] == pytest.approx({"mean": 0.0, "low": 0.0, "high": 0.0}, abs=1e-12)
+    assert category_shares(table)["positives"]["template"]["mean"] == pytest.approx(0.5)
 
 
 def test_pooled_steps_count_prompts_apart(run: Path) -> None:

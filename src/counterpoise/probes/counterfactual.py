@@ -14,7 +14,7 @@ from torch import Tensor
 
 from counterpoise.ledger.changes import change_sign
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Columns, Drawing, Frame, Output, joined
+from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, joined
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import tried
 from counterpoise.types import Rows
@@ -89,29 +89,31 @@ def flip_numbers(table: Frame) -> dict[str, Any]:
 def category_shares(table: Frame) -> dict[str, Any]:
     """Each category's share of sum |delta|, by variant, beside its share of tokens."""
     names = sorted(table["category"].unique())
-    out: dict[str, Any] = {}
-    for variant, part in table.groupby("variant", sort=False):
-        size = part["delta"].abs().to_numpy()
-        ratio_BK = clustered(
-            [size * (part["category"] == c).to_numpy() for c in names], [size] * len(names), part["group"].to_numpy()
-        )
-        out[str(variant)] = {c: interval(ratio_BK[:, k]) for k, c in enumerate(names)}
-    first = table[table["variant"] == table["variant"].iloc[0]]
-    one = np.ones(len(first))
-    ratio_BK = clustered([one * (first["category"] == c).to_numpy() for c in names], [one] * len(names), first["group"].to_numpy())
-    out["tokens"] = {c: interval(ratio_BK[:, k]) for k, c in enumerate(names)}
-    return out
+    parts = {str(variant): part for variant, part in table.groupby("variant", sort=False)}
+    found = {variant: drawn_shares(part, part["delta"].abs(), names) for variant, part in parts.items()}
+    first = next(iter(parts.values()))
+    found["tokens"] = drawn_shares(first, np.ones(len(first)), names)
+    return {variant: {c: interval(share_BK[:, k]) for k, c in enumerate(names)} for variant, share_BK in found.items()}
 
 
 def share_difference(table: Frame, first: str, second: str) -> dict[str, Any]:
-    """Difference of the categories' shares between two variants; prompts are drawn jointly (the tokens are the same)."""
-    a, b = (table[table["variant"] == name].reset_index(drop=True) for name in (first, second))
+    """Difference of the categories' shares between two variants; prompts are drawn jointly (the tokens and the seed are the same)."""
+    a, b = (table[table["variant"] == name] for name in (first, second))
     names = sorted(a["category"].unique())
-    sizes = [part["delta"].abs().to_numpy() for part in (a, b)]
-    masks = [(a["category"] == c).to_numpy() for c in names]
-    ratio_BK = clustered([s * m for s in sizes for m in masks], [s for s in sizes for _ in masks], a["group"].to_numpy())
-    k = len(names)
-    return {c: interval(ratio_BK[:, i] - ratio_BK[:, k + i]) for i, c in enumerate(names)}
+    difference_BK = drawn_shares(a, a["delta"].abs(), names) - drawn_shares(b, b["delta"].abs(), names)
+    return {c: interval(difference_BK[:, k]) for k, c in enumerate(names)}
+
+
+def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
+    """Each category's share of sum(size), [1 + B, K]; over several steps the mean of the steps' shares.
+
+    One sum over all steps would weigh a step by how much a variant changes there: two variants that agree in every step would then differ.
+    """
+    step, size = (part["group"] // STRIDE).to_numpy(), np.asarray(size)
+    sizes = [size * (step == one) for one in np.unique(step)]
+    masks = [(part["category"] == c).to_numpy() for c in names]
+    ratio_BK = clustered([s * m for s in sizes for m in masks], [s for s in sizes for _ in masks], part["group"].to_numpy())
+    return ratio_BK.reshape(len(ratio_BK), len(sizes), len(names)).mean(1)
 
 
 def rank_correlations(parts: list[Frame]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from counterpoise.ledger import restore, sharing, snapshot
 from counterpoise.ledger.residual import residual
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
-from counterpoise.probes.intervals import error_bars, means
+from counterpoise.probes.intervals import Interval, error_bars, means
 from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import measure
@@ -39,6 +39,8 @@ LOSSES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "reinforce": (False, False, {"loss": "reinforce"}),
     "reinforce, per-sequence mean": (False, False, {"loss": "reinforce", "reduction": "per_sequence"}),
 }
+ROUNDING = 1e-6  # of a residual of centred advantages that cancel
+NO_INTERVAL: Interval = {"mean": None, "low": None, "high": None}
 BASE = {"advantage": "group_mean", "credit": [], "reduction": "constant_length", "controller": None, "plan": "query_preserved"}
 
 
@@ -55,14 +57,18 @@ def probe(scene: Scene, output: Output) -> None:
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Mean excess by loss over all nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts."""
+    """Mean excess by loss over the nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts.
+
+    A node where a loss clips every rollout has nothing left to cancel: it is counted (``num_empty``) and has no excess.
+    """
     numbers: dict[str, Any] = {}
     for name, (m1, m2, _) in LOSSES.items():
         part = tables["nodes"][tables["nodes"]["loss"] == name]
-        excess = means((part["residual"] - part["of_advantage"]).abs(), {"all": part["node"] >= 0}, part["group"])["all"]
+        is_empty = (part["residual"] == 0) & (part["of_advantage"] > ROUNDING)
+        excess = means((part["residual"] - part["of_advantage"]).abs(), {"all": ~is_empty}, part["group"])
         whole = means(part["residual"], {"all": part["is_full"]}, part["group"]).get("all")
-        counts = {"num_nodes": len(part), "num_full": int(part["is_full"].sum())}
-        numbers[name] = {"M1": m1, "M2": m2, **counts, **excess, "residual_of_full": whole}
+        counts = {"num_nodes": len(part), "num_full": int(part["is_full"].sum()), "num_empty": int(is_empty.sum())}
+        numbers[name] = {"M1": m1, "M2": m2, **counts, **excess.get("all", NO_INTERVAL), "residual_of_full": whole}
     return numbers
 
 

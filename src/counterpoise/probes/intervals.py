@@ -69,8 +69,13 @@ def mean_difference(value: Any, first: Any, second: Any, cluster: Any, seed: int
 
 
 def error_bars(intervals: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Plotly's error bars of some intervals."""
+    """Plotly's error bars of some intervals; nan, which draws no bar, where there is no interval.
+
+    >>> error_bars([{"mean": 2.0, "low": 1.0, "high": 2.5}, {"mean": 3.0, "low": None, "high": None}])["array"].tolist()
+    [0.5, nan]
+    """
+    # arrays and not lists: those reach the page as null, which plotly takes for a bar of length 0
     up, down = (
-        [abs((one[side] if one[side] is not None else one["mean"]) - one["mean"]) for one in intervals] for side in ("high", "low")
+        np.array([np.nan if one[side] is None else abs(one[side] - one["mean"]) for one in intervals]) for side in ("high", "low")
     )
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
