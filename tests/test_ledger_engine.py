@@ -82,9 +82,9 @@ def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget, 
 
 
 def test_forward_passes_share_the_budget_by_their_memory():
-    """A row costs 102.4 tokens of the budget in forward mode; values and 3 directions leave 2,048 of 8,192 for each: 20 rows a pass."""
+    """A token costs 10.24 of the budget in forward mode; values and 3 directions leave 2,048 of 8,192 for each: 20 rows of 10 a pass."""
     nothing = torch.zeros(30, 1).bool()
-    logprobs = LogProbs(nothing, [10] * 30, at, at, 8192, [102.4] * 30)
+    logprobs = LogProbs(nothing, [10] * 30, at, at, 8192, 10.24)
     assert [len(row_R) for row_R in logprobs.forward_chunks(3)] == [20, 10]
     assert sorted(torch.cat(list(logprobs.forward_chunks(3))).tolist()) == list(range(30))
     assert [len(row_R) for row_R in logprobs.chunks(range(30))] == [30]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoise.ledger.logprobs import at
@@ -77,21 +79,22 @@ def test_a_gap_inside_a_response_is_read_and_not_scored(whole_rows, wide_norms):
 
 def test_forward_mode_equals_that_of_whole_rows(whole_rows, wide_norms):
     model = tiny(dtype=torch.float64)
-    rows = pack.packed(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"))
     params = {name: value.detach() for name, value in model.named_parameters()}
     generator = torch.Generator().manual_seed(2)
     direction_C = {name: torch.randn(2, *v.shape, generator=generator, dtype=v.dtype) for name, v in params.items()}
 
-    def hidden(params):
-        with sdpa_kernel(SDPBackend.MATH):
-            return at(model, params, lambda m: pack.hidden_of(backbone(m), rows))
+    def changes(share):
+        rows = pack.packed(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"), share=share)
 
-    def changes():
+        def hidden(params):
+            with sdpa_kernel(SDPBackend.MATH):
+                return at(model, params, lambda m: pack.hidden_of(backbone(m), rows))
+
         return torch.vmap(lambda direction: torch.func.jvp(hidden, (params,), (direction,))[1])(direction_C)
 
-    got_CMD = changes()
+    got_CMD = changes(share=True)
     assert whole_rows() == 1
-    expected_CMD = changes()
+    expected_CMD = changes(share=False)
     assert expected_CMD.abs().min() > 0
     torch.testing.assert_close(got_CMD, expected_CMD, rtol=1e-9, atol=1e-10)
 
@@ -161,3 +164,32 @@ def test_prompts_are_shared_only_where_it_saves_tokens():
     assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 6) is not None
     assert prefixes([[1, 2], [2, 2], [3, 2], [4, 2]], ids_NT, 6) is None
     assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 1) is None
+
+
+def test_rows_of_a_prompt_go_together_and_are_counted_as_they_are_laid_out():
+    """Two prompts of 10 tokens, four answers of 5 each: 2 x 10 + 8 x 5 = 60 tokens read once, 8 x 15 = 120 as whole rows."""
+    prompts = [[1] * 10, [2] * 10] * 4
+    assert pack.row_buckets(prompts, [5] * 8, 60, share=True) == [[0, 2, 4, 6, 1, 3, 5, 7]]
+    assert pack.row_buckets(prompts, [5] * 8, 59, share=True) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert pack.row_buckets(prompts, [5] * 8, 60, share=False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # 10 + 4 x 5 = 30 is over 25 by itself: as many answers as fit beside the prompt
+    assert pack.row_buckets(prompts[::2], [5] * 4, 25, share=True) == [[0, 1, 2], [3]]
+    # nothing to share: whole rows are counted
+    assert pack.row_buckets([[1] * 10, [2] * 10], [5, 5], 29, share=True) == [[0], [1]]
+
+
+@given(
+    prompts=st.lists(st.integers(0, 3), min_size=1, max_size=24),
+    lengths=st.lists(st.integers(1, 9), min_size=24, max_size=24),
+    token_budget=st.integers(1, 90),
+    share=st.booleans(),
+)
+def test_every_row_is_in_one_batch_and_batches_keep_to_the_budget(prompts, lengths, token_budget, share):
+    prompt_ids, device = [[number] * (3 + 2 * number) for number in prompts], torch.device("cpu")
+    batches = pack.row_buckets(prompt_ids, lengths[: len(prompts)], token_budget, share=share)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(prompts)))
+    for batch in batches:
+        mask_NT = torch.arange(9) < torch.tensor([lengths[row] for row in batch])[:, None]
+        rows = pack.packed([prompt_ids[row] for row in batch], mask_NT.long(), mask_NT, device, share=share)
+        widths = (rows.layout.ids_NL,) if isinstance(rows.layout, pack.Whole) else (rows.layout.ids_PW, rows.layout.ids_NS)
+        assert len(batch) == 1 or sum(ids.numel() for ids in widths) <= token_budget

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from counterpoise import method as make_method
-from counterpoise.rollouts import decoder, decoder_triton, kernels, load_model, measure, pack, sample, token_logp
+from counterpoise.rollouts import decoder, decoder_triton, kernels_draw, load_model, measure, pack, sample, token_logp
 from counterpoise.rollouts import draw as plain
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import autocast, collect
@@ -68,12 +68,25 @@ def test_drawn_tokens_equal_those_of_the_plain_path(num_tokens, temperature):
     logits_BV = 3 * torch.randn(512, num_tokens, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     uniform_B = torch.rand(512, device="cuda", dtype=torch.float64, generator=torch.Generator("cuda").manual_seed(1))
     expected = plain.draw(logits_BV / temperature, uniform_B)
-    token_B, logp_B, entropy_B = kernels.draw(logits_BV, uniform_B, temperature)
+    token_B, logp_B, entropy_B = kernels_draw.draw(logits_BV, uniform_B, temperature)
     is_same_B = token_B == expected.token_N
     assert is_same_B.float().mean() >= 0.99, "a threshold may fall on the edge of two tokens, hardly ever more"
     torch.testing.assert_close(logp_B[is_same_B], expected.logp_N[is_same_B], atol=2e-5, rtol=0)
     torch.testing.assert_close(entropy_B, expected.entropy_N, atol=1e-4, rtol=0)
     assert (logp_B > -60).all(), "a token without mass was drawn"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num"), [(29, 29), (1000, 5), (49152, 20), (151936, 20)])
+def test_candidates_are_the_likeliest_tokens_in_order(num_tokens, num, dtype):
+    logits_BV = (3 * torch.randn(64, num_tokens, device="cuda", generator=torch.Generator("cuda").manual_seed(0))).to(dtype)
+    logits_BV[1] = 0.5  # all equal: the first come first
+    ids_BK, logp_BK = kernels_draw.candidates(logits_BV, 0.7, num)
+    logp_BV = (logits_BV.double() / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logp_BK.double(), logp_BV.topk(num, dim=-1).values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(logp_BK.double(), logp_BV.gather(1, ids_BK), atol=2e-5, rtol=0)
+    assert all(len(set(ids)) == num for ids in ids_BK.tolist())
+    assert ids_BK[1].tolist() == list(range(num))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -111,7 +111,7 @@ def decompose(
     for name, direction in direction_C.items():
         if response is not None:
             direction.mul_(response[name])
-        direction[0] = after[name] - before[name]
+        torch.sub(after[name], before[name], out=direction[0])
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
     found = dict(zip(live, changes))
     parts: dict[str, dict[str, Tensor]] = {}
@@ -142,7 +142,7 @@ def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
     one = logprobs._replace(
         mask_NT=logprobs.mask_NT[shortest : shortest + 1],
         lengths=[logprobs.lengths[shortest]],
-        forward_lengths=None,
+        forward_cut=None,
         forward=lambda p, row_R: logprobs.forward(p, row_R + shortest),
     )
     direction_C = {name: torch.zeros_like(value)[None].expand(2, *value.shape) for name, value in params.items()}
@@ -173,7 +173,7 @@ def _gradients(
         assert total is not None
         slot, others = 1 + keys.index(key), [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key]
         for name, gradient in gradient_C.items():
-            gradient[slot] = total[name] - gradient[others].sum(0)
+            gradient[slot] = total[name] - sum(gradient[other] for other in others)
     return gradient_C
 
 

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from counterpoise.numerics_head import CHUNK_LOGITS
 from counterpoise.rollouts import length_buckets, logp_function, token_logp
 from counterpoise.rollouts.backbone import backbone, evaluating
+from counterpoise.rollouts.logp import reads_prompts_once
+from counterpoise.rollouts.pack import response_lengths, row_buckets
 
 Params = dict[str, Tensor]
+Cut = Callable[[Sequence[int], int], list[list[int]]]
 LEAST_BUDGET = 4096  # tokens of a forward-mode pass, directions included: below it calls cost more than arithmetic
 MATHS_PATHS = ("eager", "sdpa")  # attention implementations of Hugging Face that can take the maths path
 
@@ -48,7 +51,17 @@ class Texts(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Tokens of prompt and response of every row."""
-        return [len(prompt) + n for prompt, n in zip(self.prompt_ids, self.mask_NT.sum(1).tolist())]
+        return [len(prompt) + own for prompt, own in zip(self.prompt_ids, response_lengths(self.mask_NT))]
+
+    def cut(self, share: bool) -> Cut:
+        """How rows are cut for a forward that reads a prompt once, or once a row."""
+        lengths = response_lengths(self.mask_NT)
+
+        def cut(rows: Sequence[int], budget: int) -> list[list[int]]:
+            buckets = row_buckets([self.prompt_ids[r] for r in rows], [lengths[r] for r in rows], budget, share=share)
+            return [[rows[k] for k in bucket] for bucket in buckets]
+
+        return cut
 
 
 class LogProbs(NamedTuple):
@@ -60,7 +73,8 @@ class LogProbs(NamedTuple):
         reverse: differentiable by a backward.
         forward: differentiable in forward mode.
         token_budget: tokens of one pass.
-        forward_lengths: what a row costs in forward mode, for the values and for each direction; ``lengths`` by default.
+        forward_cost: what a token costs in forward mode, for the values and for each direction, as a share of one of the budget.
+        reverse_cut, forward_cut: rows and a budget in tokens -> rows of each pass; of similar length by default.
     """
 
     mask_NT: Tensor
@@ -68,21 +82,24 @@ class LogProbs(NamedTuple):
     reverse: Callable[[Params, Tensor], Tensor]
     forward: Callable[[Params, Tensor], Tensor]
     token_budget: int = 16384
-    forward_lengths: Sequence[float] | None = None
+    forward_cost: float = 1.0
+    reverse_cut: Cut | None = None
+    forward_cut: Cut | None = None
 
     def chunks(self, rows: Sequence[int]) -> Iterator[Tensor]:
-        """Row numbers in chunks of similar length, for a backward."""
-        return self._cut(rows, self.lengths, self.token_budget)
+        """Row numbers in chunks, for a backward."""
+        return self._tensors((self.reverse_cut or self._by_length)(rows, self.token_budget))
 
     def forward_chunks(self, num_directions: int) -> Iterator[Tensor]:
-        """All row numbers in chunks of similar length, for a forward-mode pass: values and directions share the budget."""
-        lengths = self.forward_lengths or self.lengths
-        return self._cut(range(len(lengths)), lengths, max(LEAST_BUDGET, self.token_budget) / (1 + num_directions))
+        """All row numbers in chunks, for a forward-mode pass: values and directions share the budget."""
+        budget = max(LEAST_BUDGET, self.token_budget) / (1 + num_directions) / self.forward_cost
+        return self._tensors((self.forward_cut or self._by_length)(range(len(self.lengths)), max(1, int(budget))))
 
-    def _cut(self, rows: Sequence[int], lengths: Sequence[float], budget: float) -> Iterator[Tensor]:
-        # whole numbers a thousand times finer, since a token of forward mode may cost less than one of the budget
-        buckets = length_buckets([round(1000 * lengths[r]) for r in rows], max(1, round(1000 * budget)))
-        return (torch.tensor([rows[k] for k in bucket], device=self.mask_NT.device) for bucket in buckets)
+    def _by_length(self, rows: Sequence[int], budget: int) -> list[list[int]]:
+        return [[rows[k] for k in bucket] for bucket in length_buckets([self.lengths[r] for r in rows], budget)]
+
+    def _tensors(self, buckets: list[list[int]]) -> Iterator[Tensor]:
+        return (torch.tensor(bucket, device=self.mask_NT.device) for bucket in buckets)
 
 
 def trainable(model: nn.Module) -> Params:
@@ -128,9 +145,9 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
             return logp_function(model, *columns, temperature=some.temperature, chunk=chunk)(params)
 
     lengths, chunk = texts.lengths, _head_chunk(model)
-    return LogProbs(
-        texts.mask_NT, lengths, reverse, forward, texts.token_budget, [n * forward_cost(model.config, n) for n in lengths]
-    )
+    cost = forward_cost(model.config, max(lengths))
+    cuts = texts.cut(reads_prompts_once(backbone(model))), texts.cut(reads_prompts_once(backbone(model), fused=False))
+    return LogProbs(texts.mask_NT, lengths, reverse, forward, texts.token_budget, cost, *cuts)
 
 
 def forward_cost(config: Any, length: int) -> float:

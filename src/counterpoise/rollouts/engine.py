@@ -90,9 +90,11 @@ class Engine:
         self.weights: Any = None
         self.keys = self.values = torch.empty(0)
         self.graphs: dict[tuple[Any, ...], Any] = {}
+        self.pool: Any = None  # of what lives within a step: graphs run one after another and share it
         self.slots: Any = None
         self.columns: Any = None
         self.decode: Callable[..., Tensor] = decode
+        self.candidates: Callable[..., tuple[Tensor, Tensor]] = candidates
         self.kernels: ModuleType | None = None
         self.packed: Any = None
 
@@ -122,12 +124,12 @@ class Engine:
 
     def _choose_kernels(self, model: Any, dtype: torch.dtype) -> None:
         """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had and know the dtypes; else torch."""
-        self.decode, self.kernels, self.packed = decode, None, None
+        self.decode, self.candidates, self.kernels, self.packed = decode, candidates, None, None
         if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            from counterpoise.rollouts import decoder_triton, kernels
+            from counterpoise.rollouts import decoder_triton, kernels_draw
 
             if dtype in decoder_triton.DTYPES:
-                self.decode, self.kernels = decoder_triton.decode, kernels
+                self.decode, self.candidates, self.kernels = decoder_triton.decode, kernels_draw.candidates, kernels_draw
         elif model.device.type == "cpu" and kernels_cpu.can_decode(self.weights, self.shape, *rotary(model, 2)):
             self.kernels = kernels_cpu
 
@@ -273,7 +275,9 @@ class Engine:
             self._decode(num_slots, seen, settings)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool):
             self._decode(num_slots, seen, settings)
         for tensor, value in zip(state, kept):
             tensor.copy_(value)
@@ -295,7 +299,8 @@ class Engine:
         if settings.has_hidden:
             columns.hidden_NTD[row_B, age_B] = hidden_BD
         if settings.topk:
-            columns.topk_ids_NTK[row_B, age_B], columns.topk_logp_NTK[row_B, age_B] = candidates(logits_BV, settings)
+            ids_BK, logp_BK = self.candidates(logits_BV, settings.temperature, settings.topk)
+            columns.topk_ids_NTK[row_B, age_B], columns.topk_logp_NTK[row_B, age_B] = ids_BK, logp_BK
         columns.length_N[row_B] = age_B + 1
         is_stop_B = torch.zeros_like(alive_B)
         for stop in settings.stop_ids:
@@ -315,8 +320,8 @@ class Engine:
         return draw(truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p), uniform_NT[row_B, age_B])
 
 
-def candidates(logits_BV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the likeliest tokens, largest first, before any truncation."""
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / settings.temperature
-    best_BK, ids_BK = logits_BV.topk(settings.topk, dim=-1)
+def candidates(logits_BV: Tensor, temperature: float, num: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the ``num`` likeliest tokens, largest first, before any truncation."""
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
+    best_BK, ids_BK = logits_BV.topk(num, dim=-1)
     return ids_BK, best_BK - logits_BV.logsumexp(-1, keepdim=True)

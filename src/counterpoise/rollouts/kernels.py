@@ -1,10 +1,10 @@
 """Triton kernels of a decode step: what lies between its matmuls, each read and written once.
 
-They compute what ``decoder`` and ``draw`` compute with torch, to rounding; the tests hold them against each other. Triton comes with
-PyTorch's CUDA builds and is imported nowhere else.
+They compute what ``decoder`` computes with torch, to rounding; the tests hold them against each other. Triton comes with PyTorch's CUDA
+builds and is imported here and in ``kernels_draw`` alone.
 
 Axes: B rows, L cache slots, J = H + 2 K heads of a fused projection, H query heads, K key-value heads, G = H / K, C head size,
-D hidden size, V vocabulary, S pieces of the vocabulary.
+D hidden size.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportArgumentType=false, reportUnusedExpression=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VOCABULARY_PIECE = 4096  # tokens one program of the first pass of ``draw`` reads
 KEYS_BLOCK = 64  # cache slots attention reads at a time
 
 
@@ -221,93 +220,6 @@ def _gated(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     up = tl.load(gate_up_ptr + row * 2 * size + size + f, mask=here, other=0.0).to(tl.float32)
     opened = (gate / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + f, (opened * up).to(out_ptr.dtype.element_ty), mask=here)
-
-
-def draw(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A token a row from ``softmax(logits / temperature)`` where its cumulative probability passes ``uniform_B``; log-prob; entropy.
-
-    Two passes: maximum and sums of every piece of the vocabulary; then the piece that holds the token, and the token in it.
-    """
-    num_rows, num_tokens = logits_BV.shape
-    num_pieces = triton.cdiv(num_tokens, VOCABULARY_PIECE)
-    piece_3BS = torch.empty(3, num_rows, num_pieces, device=logits_BV.device)
-    _pieces[(num_rows, num_pieces)](
-        *(logits_BV, *piece_3BS.unbind(0), num_tokens, num_pieces, 1.0 / temperature, VOCABULARY_PIECE), num_warps=8
-    )
-    token_B = torch.empty(num_rows, dtype=torch.long, device=logits_BV.device)
-    logp_B, entropy_B = torch.empty(2, num_rows, device=logits_BV.device).unbind(0)
-    _pick[(num_rows,)](
-        *(logits_BV, *piece_3BS.unbind(0), uniform_B, token_B, logp_B, entropy_B, num_tokens, num_pieces, 1.0 / temperature),
-        *(triton.next_power_of_2(num_pieces), VOCABULARY_PIECE),
-        num_warps=8,
-    )
-    return token_B, logp_B, entropy_B
-
-
-@triton.jit
-def _pieces(logits_ptr, top_ptr, mass_ptr, tilt_ptr, num_tokens, num_pieces, inverse, PIECE: tl.constexpr):
-    """Of a piece: its top logit m, the mass sum exp(z - m), and sum exp(z - m) (z - m)."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    v = piece * PIECE + tl.arange(0, PIECE)
-    here = v < num_tokens
-    z = tl.load(logits_ptr + row * num_tokens + v, mask=here, other=float("-inf")).to(tl.float32) * inverse
-    top = tl.max(z, 0)
-    below = tl.where(here, z - top, 0.0)
-    mass = tl.where(here, tl.exp(below), 0.0)
-    tl.store(top_ptr + row * num_pieces + piece, top)
-    tl.store(mass_ptr + row * num_pieces + piece, tl.sum(mass, 0))
-    tl.store(tilt_ptr + row * num_pieces + piece, tl.sum(mass * below, 0))
-
-
-@triton.jit
-def _pick(
-    logits_ptr,
-    top_ptr,
-    mass_ptr,
-    tilt_ptr,
-    uniform_ptr,
-    token_ptr,
-    logp_ptr,
-    entropy_ptr,
-    num_tokens,
-    num_pieces,
-    inverse,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, PIECES)
-    is_piece = s < num_pieces
-    top_S = tl.load(top_ptr + row * num_pieces + s, mask=is_piece, other=float("-inf"))
-    mass_S = tl.load(mass_ptr + row * num_pieces + s, mask=is_piece, other=0.0)
-    tilt_S = tl.load(tilt_ptr + row * num_pieces + s, mask=is_piece, other=0.0)
-    top = tl.max(top_S, 0)
-    lower_S = tl.where(is_piece, top_S - top, 0.0)
-    weight_S = tl.where(is_piece, tl.exp(lower_S), 0.0)
-    mass_S *= weight_S
-    total = tl.sum(mass_S, 0)
-    log_total = tl.log(total)
-    tilt = tl.sum(tilt_S * weight_S + lower_S * mass_S, 0)
-    # the piece in which the cumulative mass passes the threshold, then the token in that piece
-    target = tl.load(uniform_ptr + row) * total
-    wide_S = mass_S.to(tl.float64)
-    sum_S = tl.cumsum(wide_S, 0)
-    piece = tl.sum(((sum_S <= target) & is_piece).to(tl.int32), 0)
-    piece = tl.minimum(piece, num_pieces - 1)
-    before = tl.sum(tl.where(s < piece, wide_S, 0.0), 0)
-    v = piece * PIECE + tl.arange(0, PIECE)
-    here = v < num_tokens
-    z = tl.load(logits_ptr + row * num_tokens + v, mask=here, other=float("-inf")).to(tl.float32) * inverse
-    mass_V = tl.where(here, tl.exp(z - top), 0.0)
-    sum_V = tl.cumsum(mass_V, 0)
-    # rounding may leave the threshold beyond the last sum: then the last token with any mass
-    rest = tl.minimum((target - before).to(tl.float32), tl.max(sum_V, 0) * 0.9999999)
-    place = tl.sum((sum_V <= rest).to(tl.int32), 0)
-    token = tl.minimum(piece * PIECE + place, num_tokens - 1)
-    chosen = tl.load(logits_ptr + row * num_tokens + token).to(tl.float32) * inverse
-    tl.store(token_ptr + row, token.to(tl.int64))
-    tl.store(logp_ptr + row, chosen - top - log_total)
-    tl.store(entropy_ptr + row, log_total - tilt / total)
 
 
 def _warps(block: int) -> int:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoise.numerics_head import HeadScores, head_logp, logits_scores
-from counterpoise.rollouts.backbone import backbone, eager
-from counterpoise.rollouts.pack import Packed, hidden_of, own_logits, packed, placed
+from counterpoise.rollouts.backbone import Backbone, backbone, eager
+from counterpoise.rollouts.pack import Packed, hidden_of, own_logits, packed, placed, shares_prompts
 
 
 class TokenScores(NamedTuple):
@@ -80,18 +80,24 @@ def token_logp(
     >>> token_logp(LlamaForCausalLM(config), [[1, 2], [3]], ids_NT, ids_NT > 0).shape
     torch.Size([2, 2])
     """
-    rows = packed(prompt_ids, token_ids_NT, mask_NT, model.device)
-    if not fused and model.device.type == "cpu":
-        rows = rows._replace(prefixes=None)  # forward mode there pays for every small operation: one attention beats two
-    scores = _scores(model, rows, temperature, chunk, with_entropy, fused)
+    parts = backbone(model)
+    share = reads_prompts_once(parts, fused=fused)
+    rows = packed(prompt_ids, token_ids_NT, mask_NT, model.device, share=share)
+    scores = _scores(model, parts, rows, temperature, chunk, with_entropy, fused)
     logp_NT = placed(scores.logp_M, rows, mask_NT)
     if scores.entropy_M is None:
         return logp_NT
     return TokenScores(logp_NT, placed(scores.entropy_M, rows, mask_NT))
 
 
-def _scores(model: Any, rows: Packed, temperature: float, chunk: int | None, with_entropy: bool, fused: bool) -> HeadScores:
-    parts = backbone(model)
+def reads_prompts_once(parts: Backbone, *, fused: bool = True) -> bool:
+    """Whether ``token_logp`` does: forward mode on a CPU pays for every small operation, and one attention beats two."""
+    return shares_prompts(parts) and (fused or parts.decoder.device.type != "cpu")
+
+
+def _scores(
+    model: Any, parts: Backbone, rows: Packed, temperature: float, chunk: int | None, with_entropy: bool, fused: bool
+) -> HeadScores:
     if parts.head is None:
         return logits_scores(own_logits(model, rows, temperature), rows.target_M, with_entropy=with_entropy)
     hidden_MD = hidden_of(parts, rows)

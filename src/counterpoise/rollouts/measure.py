@@ -16,7 +16,7 @@ from torch import Tensor
 
 from counterpoise.numerics_head import head_scores, logits_scores
 from counterpoise.rollouts.backbone import Backbone, backbone, evaluating
-from counterpoise.rollouts.pack import Packed, hidden_of, length_buckets, own_logits, packed, response_lengths
+from counterpoise.rollouts.pack import Packed, hidden_of, own_logits, packed, response_lengths, row_buckets, shares_prompts
 
 MEASURED = frozenset({"trainer_logp_NT", "entropy_NT", "hidden_NTD", "topk_ids_NTK", "topk_logp_NTK", "ref_logp_NT", "head_VD"})
 TOKEN_BUDGET = 16384
@@ -85,12 +85,12 @@ def _forward(
     model: Any, prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, mask_NT: Tensor, names: set[str], settings: _Settings
 ) -> dict[str, Tensor]:
     columns: dict[str, Tensor] = {}
-    lengths = [len(prompt) + length for prompt, length in zip(prompt_ids, response_lengths(mask_NT))]
     with evaluating(model):
         parts = backbone(model)
-        for picked in length_buckets(lengths, settings.token_budget):
+        share = shares_prompts(parts)
+        for picked in row_buckets(prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share):
             row_B = torch.tensor(picked, device=token_ids_NT.device)
-            rows = packed([prompt_ids[row] for row in picked], token_ids_NT[row_B], mask_NT[row_B], model.device)
+            rows = packed([prompt_ids[row] for row in picked], token_ids_NT[row_B], mask_NT[row_B], model.device, share=share)
             for name, value in _bucket(model, parts, rows, names, settings).items():
                 if name not in columns:
                     columns[name] = value.new_zeros(*mask_NT.shape, *value.shape[1:])

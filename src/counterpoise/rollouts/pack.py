@@ -16,40 +16,56 @@ import torch
 from torch import Tensor
 
 from counterpoise.rollouts.backbone import Backbone
-from counterpoise.rollouts.prefix import Prefixes, can_share, hidden_of_prefixes, prefixes
+from counterpoise.rollouts.prefix import Prefixes, can_share, hidden_of_prefixes, num_laid_out, prefixes
+
+
+class Whole(NamedTuple):
+    """Rows as they are, prompt and response end to end; token m is predicted at ``position_M``."""
+
+    ids_NL: Tensor
+    position_M: Tensor
 
 
 class Packed(NamedTuple):
-    """Rows of one forward; token m is ``token_ids_NT[row_M, column_M]``, predicted at ``position_M``.
+    """Rows of one forward; token m is ``token_ids_NT[row_M, column_M]``."""
 
-    ``prefixes`` are the same rows as distinct prompts and responses, where that is worth it.
-    """
-
-    ids_NL: Tensor
     row_M: Tensor
     column_M: Tensor
-    position_M: Tensor
     target_M: Tensor
-    prefixes: Prefixes | None
+    layout: Whole | Prefixes
 
 
-def packed(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, mask_NT: Tensor, device: torch.device) -> Packed:
-    """Prompts and responses end to end, right-padded with 0.
+def shares_prompts(parts: Backbone) -> bool:
+    """Whether rows that continue one prompt can have it read once."""
+    return parts.head is not None and can_share(parts.decoder)
 
-    >>> packed([[7, 8], [9]], torch.tensor([[1, 2], [3, 0]]), torch.tensor([[1, 1], [1, 0]]), torch.device("cpu")).ids_NL.tolist()
+
+def packed(
+    prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, mask_NT: Tensor, device: torch.device, *, share: bool = False
+) -> Packed:
+    """Rows laid out for a forward: whole, or with ``share`` as distinct prompts and responses where that saves enough.
+
+    >>> rows = packed([[7, 8], [9]], torch.tensor([[1, 2], [3, 0]]), torch.tensor([[1, 1], [1, 0]]), torch.device("cpu"))
+    >>> rows.layout.ids_NL.tolist()
     [[7, 8, 1, 2], [9, 3, 0, 0]]
     """
     token_ids_NT, mask_NT = token_ids_NT.to(device), mask_NT.to(device).bool()
-    lengths = [len(prompt) for prompt in prompt_ids]
+    row_M, column_M = mask_NT.nonzero(as_tuple=True)
     own = response_lengths(mask_NT)
+    layout = prefixes(prompt_ids, token_ids_NT, max(own)) if share else None
+    layout = layout or whole(prompt_ids, token_ids_NT, own, row_M, column_M)
+    return Packed(row_M, column_M, token_ids_NT[row_M, column_M], layout)
+
+
+def whole(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, own: Sequence[int], row_M: Tensor, column_M: Tensor) -> Whole:
+    """Prompts and responses end to end, right-padded with 0; ``own`` are the responses' lengths."""
+    device, lengths = token_ids_NT.device, [len(prompt) for prompt in prompt_ids]
     widest, last = max(lengths), max(a + b for a, b in zip(lengths, own))
     prompt_NL = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in prompt_ids], device=device)
     length_N = torch.tensor(lengths, device=device)
-    ids_NL = torch.nn.functional.pad(prompt_NL, (0, mask_NT.shape[1]))
-    ids_NL.scatter_(1, length_N[:, None] + torch.arange(mask_NT.shape[1], device=device), token_ids_NT)
-    row_M, column_M = mask_NT.nonzero(as_tuple=True)
-    position_M, target_M = length_N[row_M] + column_M - 1, token_ids_NT[row_M, column_M]
-    return Packed(ids_NL[:, :last], row_M, column_M, position_M, target_M, prefixes(prompt_ids, token_ids_NT, max(own)))
+    ids_NL = torch.nn.functional.pad(prompt_NL, (0, token_ids_NT.shape[1]))
+    ids_NL.scatter_(1, length_N[:, None] + torch.arange(token_ids_NT.shape[1], device=device), token_ids_NT)
+    return Whole(ids_NL[:, :last], length_N[row_M] + column_M - 1)
 
 
 def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
@@ -61,15 +77,16 @@ def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
 def hidden_of(parts: Backbone, rows: Packed) -> Tensor:
     """The hidden states that feed the head at the response positions, [M, D]."""
     with kernels_without_plans():
-        if rows.prefixes is not None and can_share(parts.decoder):
-            return hidden_of_prefixes(parts.decoder, rows.prefixes, rows.row_M, rows.column_M)
-        return parts.decoder(input_ids=rows.ids_NL, use_cache=False).last_hidden_state[rows.row_M, rows.position_M]
+        if isinstance(rows.layout, Prefixes):
+            return hidden_of_prefixes(parts.decoder, rows.layout, rows.row_M, rows.column_M)
+        return parts.decoder(input_ids=rows.layout.ids_NL, use_cache=False).last_hidden_state[rows.row_M, rows.layout.position_M]
 
 
 def own_logits(model: Any, rows: Packed, temperature: float) -> Tensor:
     """Logits at the response positions from the model's own forward, [M, V]; for models whose head is not known."""
+    assert isinstance(rows.layout, Whole)
     with kernels_without_plans():
-        logits_MV = model(input_ids=rows.ids_NL, use_cache=False).logits[rows.row_M, rows.position_M]
+        logits_MV = model(input_ids=rows.layout.ids_NL, use_cache=False).logits[rows.row_M, rows.layout.position_M]
     return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)) / temperature
 
 
@@ -93,6 +110,43 @@ def response_lengths(mask_NT: Tensor) -> list[int]:
     """
     number_T = torch.arange(1, mask_NT.shape[1] + 1, device=mask_NT.device)
     return (mask_NT * number_T).amax(1).tolist()
+
+
+def row_buckets(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], token_budget: int, *, share: bool) -> list[list[int]]:
+    """Rows in batches of at most ``token_budget`` tokens as ``packed`` lays them out, padding included; the shortest first.
+
+    With ``share`` the rows of a prompt stay together unless they alone are over the budget. A row longer than the budget is a batch of
+    its own.
+
+    Args:
+        prompt_ids: the prompt's token ids of every row.
+        lengths: tokens of each response.
+
+    >>> row_buckets([[7, 8]] * 2 + [[9]], [3, 1, 2], token_budget=8, share=True)
+    [[2], [1, 0]]
+    >>> row_buckets([[7, 8]] * 2 + [[9]], [3, 1, 2], token_budget=8, share=False)
+    [[1, 2], [0]]
+    """
+    if not share:
+        return length_buckets([len(prompt) + own for prompt, own in zip(prompt_ids, lengths)], token_budget)
+    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        of_prompt.setdefault(tuple(prompt_ids[row]), []).append(row)
+    batches: list[list[int]] = []
+    for prompt, rows in sorted(of_prompt.items(), key=lambda item: lengths[item[1][-1]]):
+        if batches and _num_tokens(prompt_ids, lengths, [*batches[-1], *rows]) <= token_budget:
+            batches[-1] += rows
+        elif _num_tokens(prompt_ids, lengths, rows) <= token_budget:
+            batches.append(rows)
+        else:
+            own = length_buckets([lengths[row] for row in rows], token_budget - len(prompt))
+            batches += [[rows[k] for k in bucket] for bucket in own]
+    return batches
+
+
+def _num_tokens(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], rows: Sequence[int]) -> int:
+    distinct = {tuple(prompt_ids[row]) for row in rows}
+    return num_laid_out(len(distinct), max(map(len, distinct)), len(rows), max(lengths[row] for row in rows))[0]
 
 
 def length_buckets(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

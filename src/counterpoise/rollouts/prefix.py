@@ -23,6 +23,7 @@ from counterpoise.rollouts.decoder import rotates_by_length
 NAME = "counterpoise_prefix"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
+GRAIN = 8  # tokens; on CUDA products whose sides are no multiple of it take a kernel several times slower
 WORTH_FRAC = 0.9  # of the tokens of whole rows: above it the second attention costs more than the prompts saved
 
 
@@ -48,16 +49,28 @@ def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: i
     """
     number = {prompt: p for p, prompt in enumerate(dict.fromkeys(map(tuple, prompt_ids)))}
     widest = max(map(len, number))
-    num_tokens, num_whole = len(number) * widest + len(prompt_ids) * width, len(prompt_ids) * (widest + width)
-    if num_tokens > WORTH_FRAC * num_whole or width < 2:
+    if not num_laid_out(len(number), widest, len(prompt_ids), width)[1]:
         return None
     device = token_ids_NT.device
+    grain = GRAIN if device.type == "cuda" else 1
+    ids_NS = token_ids_NT[:, : width - 1]
     return Prefixes(
-        torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in number], device=device),
+        torch.tensor([[*prompt, *[0] * (widest - len(prompt) + -widest % grain)] for prompt in number], device=device),
         torch.tensor([len(prompt) for prompt in number], device=device),
         torch.tensor([number[tuple(prompt)] for prompt in prompt_ids], device=device),
-        token_ids_NT[:, : width - 1],
+        F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),
     )
+
+
+def num_laid_out(num_prompts: int, prompt_width: int, num_rows: int, width: int) -> tuple[int, bool]:
+    """(tokens of a forward, padding included; whether prompts are read once): they are where it saves enough.
+
+    >>> num_laid_out(2, 10, 16, 20), num_laid_out(16, 10, 16, 20)
+    ((340, True), (480, False))
+    """
+    shared, whole = num_prompts * prompt_width + num_rows * width, num_rows * (prompt_width + width)
+    is_worth_it = shared <= WORTH_FRAC * whole and width > 1
+    return (shared if is_worth_it else whole), is_worth_it
 
 
 def can_share(decoder: Any) -> bool:

@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from counterpoise.batches import shard
 from counterpoise.methods import Method
 from counterpoise.rollouts import measure, token_logp
-from counterpoise.rollouts.pack import kernels_without_plans
+from counterpoise.rollouts.backbone import backbone
+from counterpoise.rollouts.logp import reads_prompts_once
+from counterpoise.rollouts.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
@@ -57,7 +58,7 @@ def accumulated(
     """The step's gradient in the parameters; its micro-batches and their columns. Out of memory, it begins again with half the budget."""
     while True:
         budget = min(config.token_budget, _FITS.get(model, config.token_budget))
-        cuts = micro_batches(rows, collected, budget)
+        cuts = micro_batches(model, rows, collected, budget)
         try:
             return cuts, [micro_gradient(model, method, rows.select(pick_R), collected, config) for pick_R in cuts]
         except torch.OutOfMemoryError as error:
@@ -106,12 +107,12 @@ def prepared(model: Any, method: Method, rows: Rows, collected: Collected, confi
     return method.prepare(columns["trainer_logp_NT"], rows)
 
 
-def micro_batches(rows: Rows, collected: Collected, token_budget: int) -> list[Tensor]:
-    """Cuts of the step, by the padded length of prompt and response; indices into ``rows``."""
-    prompt_N = torch.tensor([len(collected.prompt_ids[r]) for r in rows.row_R.tolist()])
-    length_N = prompt_N + rows.mask_NT.sum(1).cpu()
-    (cuts,) = shard(torch.arange(len(length_N)), length_N, token_budget=token_budget)
-    return [cut.to(rows.mask_NT.device) for cut in cuts]
+def micro_batches(model: Any, rows: Rows, collected: Collected, token_budget: int) -> list[Tensor]:
+    """Cuts of the step by the tokens of their forward, the longest first; indices into ``rows``."""
+    prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
+    share = reads_prompts_once(backbone(model))
+    cuts = row_buckets(prompt_ids, response_lengths(rows.mask_NT), token_budget, share=share)
+    return [torch.tensor(cut, device=rows.mask_NT.device) for cut in reversed(cuts)]
 
 
 def prepare_update(model: Any, settings: Optimizer) -> Any:
