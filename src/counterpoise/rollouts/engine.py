@@ -90,7 +90,6 @@ class Engine:
         self.weights: Any = None
         self.keys = self.values = torch.empty(0)
         self.graphs: dict[tuple[Any, ...], Any] = {}
-        self.pool: Any = None  # of what lives within a step: graphs run one after another and share it
         self.slots: Any = None
         self.columns: Any = None
         self.decode: Callable[..., Tensor] = decode
@@ -275,9 +274,7 @@ class Engine:
             self._decode(num_slots, seen, settings)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph):
             self._decode(num_slots, seen, settings)
         for tensor, value in zip(state, kept):
             tensor.copy_(value)
