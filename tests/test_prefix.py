@@ -34,20 +34,6 @@ def whole_rows(monkeypatch):
     return switch
 
 
-@pytest.fixture
-def wide_norms(monkeypatch):
-    """The norms of Hugging Face compute in float32 whatever comes in; here they keep float64, so that rounding hides nothing."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-
-    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
-        monkeypatch.setattr(norm, "forward", forward)
-
-
 def logp_and_grads(model):
     model.zero_grad()
     weight_NT = torch.randn(8, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

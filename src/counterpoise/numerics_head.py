@@ -142,6 +142,42 @@ def head_logp(
     return HeadScores(*out) if with_entropy else HeadScores(out)
 
 
+def head_logp_change(
+    hidden_MAD: Tensor,
+    target_M: Tensor,
+    head: Head,
+    weight_CVD: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """First-order change of the targets' log-prob, [C, M]: ``<u, dh W^T + h dW^T>`` with u = d logp / d(h W^T). The bias stays.
+
+    Args:
+        hidden_MAD: hidden states (slot 0) and their C changes.
+        head: in the dtype of the products.
+        weight_CVD: changes of the head's weight; None where it stays.
+
+    >>> hidden_MAD = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])   # probabilities 1/2, the first logit grows
+    >>> head_logp_change(hidden_MAD, torch.tensor([0]), Head(torch.eye(2)), None).tolist()
+    [[0.5]]
+    """
+    dtype = head.weight_VD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    weights = [] if weight_CVD is None else list(weight_CVD.to(dtype))
+    parts = []
+    for rows in _chunks(len(target_M), head, chunk):
+        hidden_MD, change_MCD = hidden_MAD[rows, 0], hidden_MAD[rows, 1:].to(wide)
+        logits_MV = head_logits(hidden_MD, head, temperature=temperature)
+        one_M = torch.ones(len(hidden_MD), dtype=wide, device=hidden_MD.device)
+        u_MV = _through_head(_logit_grad(logits_MV, target_M[rows], one_M, None), logits_MV, head, temperature)
+        change_MC = (change_MCD @ (u_MV @ head.weight_VD).to(wide)[:, :, None])[..., 0]
+        for c, weight_VD in enumerate(weights):
+            change_MC[:, c] += ((u_MV @ weight_VD).to(wide) * hidden_MD.to(wide)).sum(-1)
+        parts.append(change_MC)
+    return torch.cat(parts).T
+
+
 def _by_chunk(
     hidden_MD: Tensor,
     target_M: Tensor,

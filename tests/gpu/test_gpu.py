@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from counterpoise import method as make_method
+from counterpoise.ledger import change_along
+from counterpoise.ledger.logprobs import Texts, of_model, trainable
 from counterpoise.rollouts import decoder, decoder_triton, kernels_draw, load_model, measure, pack, sample, token_logp
 from counterpoise.rollouts import draw as plain
 from counterpoise.tasks import task
@@ -176,3 +178,24 @@ def test_prompts_read_once_change_no_log_prob_and_no_gradient(name, monkeypatch)
     monkeypatch.setattr(pack, "can_share", lambda decoder: False)
     for found, expected in zip(shared, scores()):
         torch.testing.assert_close(found, expected, atol=2e-4 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_forward_mode_written_out_equals_forward_mode(name, is_autocast):
+    model, generator = on_gpu(name), torch.Generator().manual_seed(0)
+    prompt_ids = [prompt for prompt in PROMPTS for _ in range(8)]
+    mask_NT = (torch.arange(20) < torch.randint(1, 20, (len(prompt_ids), 1), generator=generator)).cuda()
+    ids_NT = torch.randint(3, 300, mask_NT.shape, generator=generator).cuda()
+    params = trainable(model)
+    direction_C = {key: torch.randn(3, *p.shape, generator=generator).cuda() * (p.std() + 0.01) for key, p in params.items()}
+
+    def context():
+        return torch.autocast("cuda", torch.bfloat16, enabled=is_autocast)
+
+    logprobs = of_model(model, Texts(prompt_ids, ids_NT, mask_NT), context)
+    assert logprobs.along is not None
+    found, expected = (change_along(one, params, direction_C) for one in (logprobs, logprobs._replace(along=None)))
+    error = float((found - expected).norm() / expected.norm())
+    print(f"{name} autocast {is_autocast}: {error:.2g}")
+    assert error < (0.1 if is_autocast else 1e-4)

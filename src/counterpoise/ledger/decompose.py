@@ -10,7 +10,8 @@ Axes: N rollouts of the step, T response tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,26 +37,34 @@ def change_along(logprobs: LogProbs, params: Params, direction_C: Params, *, is_
         logprobs: the tokens.
         params: where the derivative is taken.
         direction_C: one tensor a parameter, directions stacked along a first axis of C.
-        is_batched: all directions share one pass over the primal values; False takes them one by one.
+        is_batched: all directions share one pass over the primal values; False takes them one by one. Where changes are written out
+            (``logprobs.along``) they always do.
 
     >>> half = LogProbs(torch.ones(1, 2).bool(), [2], lambda p, r: p["w"][None], lambda p, r: (p["w"] ** 2)[None])
     >>> change_along(half, {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([[1.0, 0.0], [0.5, 0.5]])}).tolist()
     [[[2.0, 0.0]], [[1.0, 2.0]]]
     """
     num = len(next(iter(direction_C.values())))
-    parts: list[tuple[Tensor, Tensor]] = []
-    for row_R in logprobs.forward_chunks(num if is_batched else 1):
-
-        def along(direction: Params, row_R: Tensor = row_R) -> Tensor:
-            return torch.func.jvp(lambda p: logprobs.forward(p, row_R), (params,), (direction,))[1]
-
-        with torch.no_grad():
-            one_by_one = [] if is_batched else [along({name: d[k] for name, d in direction_C.items()}) for k in range(num)]
-            parts.append((row_R, torch.vmap(along)(direction_C) if is_batched else torch.stack(one_by_one)))
+    change = logprobs.along or partial(_differentiated, logprobs.forward, is_batched=is_batched)
+    is_one_by_one = logprobs.along is None and not is_batched
+    parts = [(row_R, change(params, direction_C, row_R)) for row_R in logprobs.forward_chunks(1 if is_one_by_one else num)]
     out_CNT = parts[0][1].new_zeros((num, *logprobs.mask_NT.shape))
     for row_R, change_CRT in parts:
         out_CNT[:, row_R] = change_CRT
     return torch.where(logprobs.mask_NT, out_CNT, 0)
+
+
+@torch.no_grad()
+def _differentiated(
+    forward: Callable[[Params, Tensor], Tensor], params: Params, direction_C: Params, row_R: Tensor, *, is_batched: bool
+) -> Tensor:
+    def along(direction: Params) -> Tensor:
+        return torch.func.jvp(lambda p: forward(p, row_R), (params,), (direction,))[1]
+
+    if is_batched:
+        return torch.vmap(along)(direction_C)
+    num = len(next(iter(direction_C.values())))
+    return torch.stack([along({name: d[k] for name, d in direction_C.items()}) for k in range(num)])
 
 
 def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> Params:
@@ -139,11 +148,13 @@ def own_exact(
 def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
     """Whether forward mode works, tried on the shortest row: (True batched / False one by one / None not at all, why not)."""
     shortest = min(range(len(logprobs.lengths)), key=lambda row: logprobs.lengths[row])
+    along = logprobs.along
     one = logprobs._replace(
         mask_NT=logprobs.mask_NT[shortest : shortest + 1],
         lengths=[logprobs.lengths[shortest]],
         forward_cut=None,
         forward=lambda p, row_R: logprobs.forward(p, row_R + shortest),
+        along=None if along is None else lambda p, direction_C, row_R: along(p, direction_C, row_R + shortest),
     )
     direction_C = {name: torch.zeros_like(value)[None].expand(2, *value.shape) for name, value in params.items()}
     why = ""

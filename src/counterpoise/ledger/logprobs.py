@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from counterpoise.ledger.tangents import can_walk, logp_change
 from counterpoise.numerics_head import CHUNK_LOGITS
 from counterpoise.rollouts import length_buckets, logp_function, token_logp
 from counterpoise.rollouts.backbone import backbone, evaluating
 from counterpoise.rollouts.logp import reads_prompts_once
-from counterpoise.rollouts.pack import response_lengths, row_buckets
+from counterpoise.rollouts.pack import packed, placed, response_lengths, row_buckets
 
 Params = dict[str, Tensor]
 Cut = Callable[[Sequence[int], int], list[list[int]]]
@@ -75,6 +76,8 @@ class LogProbs(NamedTuple):
         token_budget: tokens of one pass.
         forward_cost: what a token costs in forward mode, for the values and for each direction, as a share of one of the budget.
         reverse_cut, forward_cut: rows and a budget in tokens -> rows of each pass; of similar length by default.
+        along: the changes of ``forward`` along stacked directions, ``f(params, direction_C, row_R) -> [C, R, T]``, where they are written
+            out; without it ``forward`` is differentiated.
     """
 
     mask_NT: Tensor
@@ -85,6 +88,7 @@ class LogProbs(NamedTuple):
     forward_cost: float = 1.0
     reverse_cut: Cut | None = None
     forward_cut: Cut | None = None
+    along: Callable[[Params, Params, Tensor], Tensor] | None = None
 
     def chunks(self, rows: Sequence[int]) -> Iterator[Tensor]:
         """Row numbers in chunks, for a backward."""
@@ -144,10 +148,30 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
             columns = (some.prompt_ids, some.token_ids_NT, some.mask_NT)
             return logp_function(model, *columns, temperature=some.temperature, chunk=chunk)(params)
 
+    def along(params: Params, direction_C: Params, row_R: Tensor) -> Tensor:
+        assert head is not None
+        some = texts.select(row_R)
+        rows = packed(some.prompt_ids, some.token_ids_NT, some.mask_NT, model.device, share=share)
+        with autocast():
+            change_CM = logp_change(model, params, direction_C, rows, head, temperature=some.temperature)
+        return torch.stack([placed(change_M, rows, some.mask_NT) for change_M in change_CM])
+
+    with evaluating(model), maths_attention(model), autocast():
+        parts, head = backbone(model), backbone(model).head
+        share, is_walked = reads_prompts_once(parts), can_walk(model)
+        share_forward = share if is_walked else reads_prompts_once(parts, fused=False)
     lengths, chunk = texts.lengths, _head_chunk(model)
-    cost = forward_cost(model.config, max(lengths))
-    cuts = texts.cut(reads_prompts_once(backbone(model))), texts.cut(reads_prompts_once(backbone(model), fused=False))
-    return LogProbs(texts.mask_NT, lengths, reverse, forward, texts.token_budget, cost, *cuts)
+    return LogProbs(
+        texts.mask_NT,
+        lengths,
+        reverse,
+        forward,
+        texts.token_budget,
+        forward_cost(model.config, max(lengths)),
+        texts.cut(share),
+        texts.cut(share_forward),
+        along if is_walked else None,
+    )
 
 
 def forward_cost(config: Any, length: int) -> float:

@@ -91,21 +91,28 @@ def can_share(decoder: Any) -> bool:
 
 def hidden_of_prefixes(decoder: Any, rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
     """The hidden states that predict ``response[row_M, column_M]``, [M, D]."""
-    num_prompts, width = rows.ids_PW.shape
-    num_rows, length = rows.ids_NS.shape
-    ids_1L = torch.cat([rows.ids_PW.flatten(), rows.ids_NS.flatten()])[None]
     with own_attention(decoder.config):
         hidden_LD = decoder(
-            input_ids=ids_1L,
-            position_ids=_positions(rows),
+            input_ids=flat_ids(rows)[None],
+            position_ids=flat_positions(rows),
             attention_mask=_mask(decoder, rows),
             use_cache=False,
-            prefix_shape=(num_prompts, width, num_rows, length),
+            prefix_shape=(*rows.ids_PW.shape, *rows.ids_NS.shape),
             prefix_N=rows.prompt_N,
         ).last_hidden_state[0]
+    return hidden_LD.index_select(0, flat_index(rows, row_M, column_M))
+
+
+def flat_ids(rows: Prefixes) -> Tensor:
+    """The token ids as they are laid flat, [P * W + N * S]."""
+    return torch.cat([rows.ids_PW.flatten(), rows.ids_NS.flatten()])
+
+
+def flat_index(rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
+    """Where among the flat tokens ``response[row_M, column_M]`` is predicted."""
+    (num_prompts, width), length = rows.ids_PW.shape, rows.ids_NS.shape[1]
     last_N = rows.prompt_N * width + rows.length_P[rows.prompt_N] - 1
-    index_M = torch.where(column_M == 0, last_N[row_M], num_prompts * width + row_M * length + column_M - 1)
-    return hidden_LD.index_select(0, index_M)
+    return torch.where(column_M == 0, last_N[row_M], num_prompts * width + row_M * length + column_M - 1)
 
 
 def attend(
@@ -144,7 +151,8 @@ def _split(part: Tensor, num_prompts: int, width: int, num_rows: int) -> tuple[T
     return prompts.unflatten(1, (num_prompts, width)).transpose(0, 1), responses.unflatten(1, (num_rows, -1)).transpose(0, 1)
 
 
-def _positions(rows: Prefixes) -> Tensor:
+def flat_positions(rows: Prefixes) -> Tensor:
+    """Positions of the flat tokens, [1, P * W + N * S]."""
     width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
     device = rows.ids_PW.device
     own_PW = torch.arange(width, device=device).expand(len(rows.ids_PW), width)
@@ -152,7 +160,7 @@ def _positions(rows: Prefixes) -> Tensor:
     return torch.cat([own_PW.flatten(), later_NS.flatten()])[None]
 
 
-def _is_seen(rows: Prefixes) -> Tensor:
+def is_seen(rows: Prefixes) -> Tensor:
     """[N, 1, S, W + S]: a response token sees its prompt and the response up to itself."""
     width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
     device, shape = rows.ids_PW.device, (len(rows.prompt_N), 1, length)
@@ -168,12 +176,12 @@ def _mask(decoder: Any, rows: Prefixes) -> Tensor:
     every layer would make such a one and keep it for the backward.
     """
     config, device = decoder.config, rows.ids_PW.device.type
-    is_seen = _is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
+    seen = is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
     own = decoder.embed_tokens.weight.dtype
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
-    size = *is_seen.shape[:3], -(-is_seen.shape[3] // ALIGNMENT) * ALIGNMENT
-    mask = torch.zeros(size, dtype=dtype, device=rows.ids_PW.device)[..., : is_seen.shape[3]]
-    return mask.masked_fill_(~is_seen, float("-inf"))
+    size = *seen.shape[:3], -(-seen.shape[3] // ALIGNMENT) * ALIGNMENT
+    mask = torch.zeros(size, dtype=dtype, device=rows.ids_PW.device)[..., : seen.shape[3]]
+    return mask.masked_fill_(~seen, float("-inf"))
 
 
 AttentionInterface.register(NAME, attend)
