@@ -82,7 +82,7 @@ def test_a_decode_step_equals_that_of_torch(name, changes):
     weights, shape, keys, values, cos, sin, token_B, position_B = state(sized(name, **changes))
     copies = keys.clone(), values.clone()
     hidden_BD = decoder.decode(weights, shape, token_B, position_B, keys, values, cos, sin)
-    with kernels_cpu.packed(weights, shape, *copies, cos, sin) as model:
+    with kernels_cpu.panels(weights, shape, *copies, cos, sin) as model:
         found_BD, logits_BV = kernels_cpu.decode(model, token_B, position_B)
     torch.testing.assert_close(found_BD, hidden_BD, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits_BV, hidden_BD @ weights.head_DV, atol=1e-5, rtol=1e-5)
@@ -97,10 +97,10 @@ def test_neither_threads_nor_other_rows_change_a_bit(monkeypatch):
     found = []
     for num_threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
-        with kernels_cpu.packed(weights, shape, keys.clone(), values.clone(), cos, sin) as model:
+        with kernels_cpu.panels(weights, shape, keys.clone(), values.clone(), cos, sin) as model:
             found.append(kernels_cpu.decode(model, token_B, position_B))
     for b in range(31):
-        with kernels_cpu.packed(weights, shape, keys[:, b : b + 1].clone(), values[:, b : b + 1].clone(), cos, sin) as model:
+        with kernels_cpu.panels(weights, shape, keys[:, b : b + 1].clone(), values[:, b : b + 1].clone(), cos, sin) as model:
             alone = kernels_cpu.decode(model, token_B[b : b + 1], position_B[b : b + 1])
         for hidden_BD, logits_BV in found:
             assert torch.equal(alone[0][0], hidden_BD[b]) and torch.equal(alone[1][0], logits_BV[b])
@@ -313,7 +313,7 @@ def test_an_error_in_the_middle_leaves_no_copy_of_the_weights(monkeypatch):
     monkeypatch.setattr(kernels_cpu, "advance", right)
     found = engine.engine_for(model)
     assert found is not None
-    assert found.packed is None
+    assert found.panels is None
     assert torch.equal(sample(model, PROMPTS, **settings).token_ids_NT, expected.token_ids_NT)
 
 

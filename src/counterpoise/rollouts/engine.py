@@ -24,6 +24,7 @@ from torch import Tensor
 from counterpoise.rollouts import kernels_cpu
 from counterpoise.rollouts.decoder import decode, fused, prefill, refresh, rotary, shape_of, why_not
 from counterpoise.rollouts.draw import Draw, argmax, draw, truncated
+from counterpoise.rollouts.prompts import distinct, padded
 
 log = logging.getLogger("counterpoise.rollouts")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
@@ -95,7 +96,7 @@ class Engine:
         self.decode: Callable[..., Tensor] = decode
         self.candidates: Callable[..., tuple[Tensor, Tensor]] = candidates
         self.kernels: ModuleType | None = None
-        self.packed: Any = None
+        self.panels: Any = None
 
     @torch.no_grad()
     def fill(self, model: Any, prompts: Sequence[Sequence[int]], uniform_NT: Tensor, settings: Settings, max_rows: int) -> Columns:
@@ -107,10 +108,10 @@ class Engine:
             self._reserve(model, min(max_rows, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens)
             self._reserve_columns(len(prompts), settings, uniform_NT)
             try:
-                with self._packed() as self.packed:
+                with self._as_panels() as self.panels:
                     self._run(prompts, settings)
             finally:
-                self.packed = None  # a copy of all weights
+                self.panels = None  # a copy of all weights
         return self.columns
 
     def _load(self, model: Any, dtype: torch.dtype) -> None:
@@ -123,7 +124,7 @@ class Engine:
 
     def _choose_kernels(self, model: Any, dtype: torch.dtype) -> None:
         """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had and know the dtypes; else torch."""
-        self.decode, self.candidates, self.kernels, self.packed = decode, candidates, None, None
+        self.decode, self.candidates, self.kernels, self.panels = decode, candidates, None, None
         if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             from counterpoise.rollouts import decoder_triton, kernels_draw
 
@@ -132,11 +133,11 @@ class Engine:
         elif model.device.type == "cpu" and kernels_cpu.can_decode(self.weights, self.shape, *rotary(model, 2)):
             self.kernels = kernels_cpu
 
-    def _packed(self) -> AbstractContextManager[Any]:
+    def _as_panels(self) -> AbstractContextManager[Any]:
         """The weights of this call as C reads them; None where it does not."""
         if self.kernels is not kernels_cpu:
             return nullcontext()
-        return kernels_cpu.packed(self.weights, self.shape, self.keys, self.values, self.cos, self.sin)
+        return kernels_cpu.panels(self.weights, self.shape, self.keys, self.values, self.cos, self.sin)
 
     def _reserve(self, model: Any, num_slots: int, num_positions: int) -> None:
         """A cache of at least this size and slots for it; a captured graph is void once an address changes."""
@@ -196,7 +197,7 @@ class Engine:
 
     def _is_native(self, settings: Settings) -> bool:
         """Whether C draws and records too; its threads then leave out slots that have ended, wherever they lie."""
-        return self.packed is not None and (settings.is_greedy or self._is_whole(settings))
+        return self.panels is not None and (settings.is_greedy or self._is_whole(settings))
 
     def _is_whole(self, settings: Settings) -> bool:
         """Whether tokens are drawn from all of the vocabulary."""
@@ -205,7 +206,7 @@ class Engine:
     def _steps(self, num_slots: int, settings: Settings) -> None:
         """The steps between two looks at who has stopped."""
         if self._is_native(settings):
-            return kernels_cpu.advance(self.packed, self.slots, self.columns, settings, SYNC_STEPS)
+            return kernels_cpu.advance(self.panels, self.slots, self.columns, settings, SYNC_STEPS)
         num_steps = 1 if self.keys.device.type == "cpu" else SYNC_STEPS  # a look at the host costs nothing on a CPU
         seen = self._seen(num_slots, num_steps)
         for _ in range(num_steps):
@@ -222,14 +223,13 @@ class Engine:
         """Read the distinct prompts of these rows and put each row into a free slot."""
         device = self.slots.row_B.device
         slot_R = (~self.slots.alive_B).nonzero()[: len(rows), 0]
-        distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-        number = {prompt: p for p, prompt in enumerate(distinct)}
-        pick_R = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
-        per_pass = max(1, PREFILL_TOKENS // max(map(len, distinct)))
-        for start in range(0, len(distinct), per_pass):
-            some = distinct[start : start + per_pass]
-            width = max(map(len, some))
-            ids_PW = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in some], device=device)
+        different, number = distinct(prompts)
+        pick_R = torch.tensor(number, device=device)
+        per_pass = max(1, PREFILL_TOKENS // max(map(len, different)))
+        for start in range(0, len(different), per_pass):
+            some = different[start : start + per_pass]
+            ids_PW = padded(some, device)
+            width = ids_PW.shape[1]
             keys, values = prefill(self.weights, self.shape, ids_PW, self.cos, self.sin)
             is_here_R = (pick_R >= start) & (pick_R < start + len(some))
             here_R, source_R = slot_R[is_here_R], pick_R[is_here_R] - start
@@ -284,8 +284,8 @@ class Engine:
         """One token for every slot, all in place."""
         token_B, position_B, age_B, row_B, alive_B = (column[:num_slots] for column in self.slots)
         columns, keys, values = self.columns, self.keys[:, :num_slots, :, :seen], self.values[:, :num_slots, :, :seen]
-        if self.packed is not None:
-            hidden_BD, logits_BV = kernels_cpu.decode(self.packed, token_B, position_B)
+        if self.panels is not None:
+            hidden_BD, logits_BV = kernels_cpu.decode(self.panels, token_B, position_B)
         else:
             hidden_BD = self.decode(self.weights, self.shape, token_B, position_B, keys, values, self.cos, self.sin)
             logits_BV = hidden_BD @ self.weights.head_DV

@@ -62,7 +62,7 @@ ARGUMENTS = {"decode": "pppnppp", "advance": "ppppnnp", "draw": "ppfpppnn", "scr
 TYPES = {"p": ctypes.c_void_p, "f": ctypes.c_float, "n": ctypes.c_int64}
 
 
-class Packed(NamedTuple):
+class Panels(NamedTuple):
     """A model as the C source reads it, the tensors it points to, and the threads that work on it."""
 
     struct: Any
@@ -124,7 +124,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @contextmanager
-def packed(weights: Weights, shape: Shape, keys: Tensor, values: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Iterator[Packed]:
+def panels(weights: Weights, shape: Shape, keys: Tensor, values: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Iterator[Panels]:
     """The weights in panels (a copy, of what they are now) with the cache, [layers, B, K, L, C], that decoding writes to."""
     layers = [_layer(layer) for layer in weights.layers]
     table = (LayerStruct * len(layers))(*(LayerStruct(*map(_address, layer)) for layer in layers))
@@ -140,7 +140,7 @@ def packed(weights: Weights, shape: Shape, keys: Tensor, values: Tensor, cos_LC:
     )
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads) as pool:
-        yield Packed(struct, (table, layers, tensors), pool, num_threads)
+        yield Panels(struct, (table, layers, tensors), pool, num_threads)
 
 
 def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -> bool:
@@ -153,7 +153,7 @@ def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -
         return False
     token_B, position_B = torch.tensor([0, 1]), torch.tensor([0, 1])
     cache = [torch.zeros(shape.num_layers, 2, shape.num_kv_heads, 2, shape.head_size) for _ in range(4)]
-    with packed(weights, shape, cache[0], cache[1], cos_LC, sin_LC) as model:
+    with panels(weights, shape, cache[0], cache[1], cos_LC, sin_LC) as model:
         _, found_BV = decode(model, token_B, position_B)
     expected_BV = plain_decode(weights, shape, token_B, position_B, cache[2], cache[3], cos_LC, sin_LC) @ weights.head_DV
     if torch.allclose(found_BV, expected_BV, rtol=1e-3, atol=1e-3 * float(expected_BV.abs().max()), equal_nan=True):
@@ -162,7 +162,7 @@ def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -
     return False
 
 
-def decode(model: Packed, token_B: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
+def decode(model: Panels, token_B: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
     """Final normed hidden states [B, D] and logits [B, V] after one more token in each of the first B slots of the cache."""
     hidden_BD, logits_BV = torch.empty(len(token_B), model.struct.D), torch.empty(len(token_B), model.struct.V)
     slots = SlotsStruct(_address(token_B), _address(position_B))
@@ -176,7 +176,7 @@ def decode(model: Packed, token_B: Tensor, position_B: Tensor) -> tuple[Tensor, 
     return hidden_BD, logits_BV
 
 
-def advance(model: Packed, slots: Any, columns: Any, settings: Any, num_steps: int) -> None:
+def advance(model: Panels, slots: Any, columns: Any, settings: Any, num_steps: int) -> None:
     """Up to ``num_steps`` tokens in every living slot, drawn and written into the columns as the engine does it one by one."""
     stops_S, wanted = torch.tensor(settings.stop_ids, dtype=torch.long), columns.hidden_NTD if settings.has_hidden else None
     tensors = (
@@ -201,7 +201,7 @@ def advance(model: Packed, slots: Any, columns: Any, settings: Any, num_steps: i
     _share(model, slots.alive_B.nonzero()[:, 0], run)
 
 
-def _share(model: Packed, slot_B: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
+def _share(model: Panels, slot_B: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
     """Threads take parts of the slots, each with memory to work in."""
     size = library().scratch_size(ctypes.byref(model.struct))
     spread = map if model.num_threads == 1 else model.pool.map

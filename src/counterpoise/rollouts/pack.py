@@ -17,6 +17,7 @@ from torch import Tensor
 
 from counterpoise.rollouts.backbone import Backbone
 from counterpoise.rollouts.prefix import Prefixes, can_share, hidden_of_prefixes, num_laid_out, prefixes
+from counterpoise.rollouts.prompts import padded
 
 
 class Whole(NamedTuple):
@@ -60,10 +61,8 @@ def packed(
 def whole(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, own: Sequence[int], row_M: Tensor, column_M: Tensor) -> Whole:
     """Prompts and responses end to end, right-padded with 0; ``own`` are the responses' lengths."""
     device, lengths = token_ids_NT.device, [len(prompt) for prompt in prompt_ids]
-    widest, last = max(lengths), max(a + b for a, b in zip(lengths, own))
-    prompt_NL = torch.tensor([[*prompt, *[0] * (widest - len(prompt))] for prompt in prompt_ids], device=device)
-    length_N = torch.tensor(lengths, device=device)
-    ids_NL = torch.nn.functional.pad(prompt_NL, (0, token_ids_NT.shape[1]))
+    length_N, last = torch.tensor(lengths, device=device), max(a + b for a, b in zip(lengths, own))
+    ids_NL = torch.nn.functional.pad(padded(prompt_ids, device), (0, token_ids_NT.shape[1]))
     ids_NL.scatter_(1, length_N[:, None] + torch.arange(token_ids_NT.shape[1], device=device), token_ids_NT)
     return Whole(ids_NL[:, :last], length_N[row_M] + column_M - 1)
 
@@ -145,8 +144,8 @@ def row_buckets(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], tok
 
 
 def _num_tokens(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], rows: Sequence[int]) -> int:
-    distinct = {tuple(prompt_ids[row]) for row in rows}
-    return num_laid_out(len(distinct), max(map(len, distinct)), len(rows), max(lengths[row] for row in rows))[0]
+    different = {tuple(prompt_ids[row]) for row in rows}
+    return num_laid_out(len(different), max(map(len, different)), len(rows), max(lengths[row] for row in rows))[0]
 
 
 def length_buckets(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from counterpoise.rollouts.decoder import rotates_by_length
+from counterpoise.rollouts.prompts import distinct, padded
 
 NAME = "counterpoise_prefix"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
@@ -47,17 +48,16 @@ def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: i
     >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), 3).ids_PW.tolist()
     [[7, 8]]
     """
-    number = {prompt: p for p, prompt in enumerate(dict.fromkeys(map(tuple, prompt_ids)))}
-    widest = max(map(len, number))
-    if not num_laid_out(len(number), widest, len(prompt_ids), width)[1]:
+    different, number = distinct(prompt_ids)
+    if not num_laid_out(len(different), max(map(len, different)), len(prompt_ids), width)[1]:
         return None
     device = token_ids_NT.device
     grain = GRAIN if device.type == "cuda" else 1
     ids_NS = token_ids_NT[:, : width - 1]
     return Prefixes(
-        torch.tensor([[*prompt, *[0] * (widest - len(prompt) + -widest % grain)] for prompt in number], device=device),
-        torch.tensor([len(prompt) for prompt in number], device=device),
-        torch.tensor([number[tuple(prompt)] for prompt in prompt_ids], device=device),
+        padded(different, device, grain),
+        torch.tensor([len(prompt) for prompt in different], device=device),
+        torch.tensor(number, device=device),
         F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),
     )
 
