@@ -132,20 +132,20 @@ def row_buckets(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], tok
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
         of_prompt.setdefault(tuple(prompt_ids[row]), []).append(row)
     batches: list[list[int]] = []
+    held = (0, 0, 0)  # prompts, width of the widest and rows of the last batch
     for prompt, rows in sorted(of_prompt.items(), key=lambda item: lengths[item[1][-1]]):
-        if batches and _num_tokens(prompt_ids, lengths, [*batches[-1], *rows]) <= token_budget:
+        longest, joined = lengths[rows[-1]], (held[0] + 1, max(held[1], len(prompt)), held[2] + len(rows))
+        if batches and num_laid_out(*joined, longest)[0] <= token_budget:
             batches[-1] += rows
-        elif _num_tokens(prompt_ids, lengths, rows) <= token_budget:
+            held = joined
+            continue
+        if num_laid_out(1, len(prompt), len(rows), longest)[0] <= token_budget:
             batches.append(rows)
         else:
             own = length_buckets([lengths[row] for row in rows], token_budget - len(prompt))
             batches += [[rows[k] for k in bucket] for bucket in own]
+        held = (1, len(prompt), len(batches[-1]))
     return batches
-
-
-def _num_tokens(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], rows: Sequence[int]) -> int:
-    different = {tuple(prompt_ids[row]) for row in rows}
-    return num_laid_out(len(different), max(map(len, different)), len(rows), max(lengths[row] for row in rows))[0]
 
 
 def length_buckets(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
