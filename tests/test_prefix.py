@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -147,9 +147,9 @@ def test_rotations_that_depend_on_the_longest_row_are_those_of_whole_rows():
 
 def test_prompts_are_shared_only_where_it_saves_tokens():
     ids_NT = torch.ones(4, 6, dtype=torch.long)
-    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 6) is not None
-    assert prefixes([[1, 2], [2, 2], [3, 2], [4, 2]], ids_NT, 6) is None
-    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, 1) is None
+    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, [6, 6, 2, 6]) is not None
+    assert prefixes([[1, 2], [2, 2], [3, 2], [4, 2]], ids_NT, [6, 6, 6, 6]) is None
+    assert prefixes([[1, 2], [1, 2], [1, 2], [1, 2]], ids_NT, [1, 1, 1, 1]) is None
 
 
 def test_rows_of_a_prompt_go_together_and_are_counted_as_they_are_laid_out():
@@ -160,10 +160,12 @@ def test_rows_of_a_prompt_go_together_and_are_counted_as_they_are_laid_out():
     assert pack.row_buckets(prompts, [5] * 8, 60, share=False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # 10 + 4 x 5 = 30 is over 25 by itself: as many answers as fit beside the prompt
     assert pack.row_buckets(prompts[::2], [5] * 4, 25, share=True) == [[0, 1, 2], [3]]
-    # nothing to share: whole rows are counted
+    # nothing to share: whole rows are counted, and go by their whole length
     assert pack.row_buckets([[1] * 10, [2] * 10], [5, 5], 29, share=True) == [[0], [1]]
+    assert pack.row_buckets([[1] * 9, [2], [3] * 8, [4] * 2], [1, 2, 2, 1], 20, share=True) == [[3, 1], [0, 2]]
 
 
+@example(prompts=[0, 0], lengths=[1] * 24, token_budget=7, share=True)
 @given(
     prompts=st.lists(st.integers(0, 3), min_size=1, max_size=24),
     lengths=st.lists(st.integers(1, 9), min_size=24, max_size=24),

@@ -156,3 +156,25 @@ def test_a_model_that_computes_something_else_is_differentiated(monkeypatch, cap
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x)))
     assert not can_walk(tiny())
     assert "is differentiated, written out it is off by" in caplog.text
+
+
+def test_recomputed_activations_have_predictions_too():
+    """``torch.func.jvp`` fails there; what is written out does not."""
+    model, plain = tiny(), tiny()
+    model.gradient_checkpointing_enable()
+    params = trainable(plain)
+    direction_C = directions(params)
+    logprobs = of_model(model, Texts(PROMPTS, IDS_NT, MASK_NT))
+    with pytest.raises(RuntimeError):
+        change_along(logprobs._replace(along=None), params, direction_C)
+    expected_CNT = change_along(of_model(plain, Texts(PROMPTS, IDS_NT, MASK_NT)), params, direction_C)
+    torch.testing.assert_close(change_along(logprobs, params, direction_C), expected_CNT, rtol=1e-3, atol=1e-4)
+
+
+def test_another_attention_is_read_whole_in_the_backward():
+    """The budget of a backward counts rows as its own attention reads them, not as forward mode does."""
+    model = tiny(attn_implementation="eager")
+    logprobs = of_model(model, Texts(PROMPTS, IDS_NT, MASK_NT, token_budget=60))
+    lengths = [len(prompt) + own for prompt, own in zip(PROMPTS, pack.response_lengths(MASK_NT))]
+    for row_R in logprobs.chunks(range(8)):
+        assert len(row_R) == 1 or len(row_R) * max(lengths[row] for row in row_R.tolist()) <= 60

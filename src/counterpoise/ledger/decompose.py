@@ -120,7 +120,7 @@ def decompose(
     for name, direction in direction_C.items():
         if response is not None:
             direction.mul_(response[name])
-        torch.sub(after[name], before[name], out=direction[0])
+        torch.sub(after[name].detach(), before[name].detach(), out=direction[0])
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
     found = dict(zip(live, changes))
     parts: dict[str, dict[str, Tensor]] = {}

@@ -19,7 +19,7 @@ from counterpoise.numerics_head import CHUNK_LOGITS
 from counterpoise.rollouts import length_buckets, logp_function, token_logp
 from counterpoise.rollouts.backbone import backbone, evaluating
 from counterpoise.rollouts.logp import reads_prompts_once
-from counterpoise.rollouts.pack import packed, placed, response_lengths, row_buckets
+from counterpoise.rollouts.pack import packed, placed, response_lengths, row_buckets, shares_prompts
 
 Params = dict[str, Tensor]
 Cut = Callable[[Sequence[int], int], list[list[int]]]
@@ -149,17 +149,19 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
             return logp_function(model, *columns, temperature=some.temperature, chunk=chunk)(params)
 
     def along(params: Params, direction_C: Params, row_R: Tensor) -> Tensor:
-        assert head is not None
+        assert parts.head is not None
         some = texts.select(row_R)
         rows = packed(some.prompt_ids, some.token_ids_NT, some.mask_NT, model.device, share=share)
         with autocast():
-            change_CM = logp_change(model, params, direction_C, rows, head, temperature=some.temperature)
+            change_CM = logp_change(model, params, direction_C, rows, parts.head, temperature=some.temperature)
         return torch.stack([placed(change_M, rows, some.mask_NT) for change_M in change_CM])
 
-    with evaluating(model), maths_attention(model), autocast():
-        parts, head = backbone(model), backbone(model).head
-        share, is_walked = reads_prompts_once(parts), can_walk(model)
-        share_forward = share if is_walked else reads_prompts_once(parts, fused=False)
+    parts = backbone(model)
+    with evaluating(model):
+        share_reverse = reads_prompts_once(parts)
+        with maths_attention(model), autocast():
+            is_walked = can_walk(model)
+            share = shares_prompts(parts) if is_walked else reads_prompts_once(parts, fused=False)
     lengths, chunk = texts.lengths, _head_chunk(model)
     return LogProbs(
         texts.mask_NT,
@@ -167,9 +169,9 @@ def of_model(model: Any, texts: Texts, autocast: Callable[[], AbstractContextMan
         reverse,
         forward,
         texts.token_budget,
-        forward_cost(model.config, max(lengths)),
+        forward_cost(model.config, max(lengths, default=1)),
+        texts.cut(share_reverse),
         texts.cut(share),
-        texts.cut(share_forward),
         along if is_walked else None,
     )
 

@@ -38,14 +38,13 @@ def embedded(weight: Moving, ids_M: Tensor, num: int) -> Tensor:
 
 def linear(x_MAD: Tensor, of: Lookup, *layers: nn.Linear) -> Tensor:
     """``[x, dx_c] W^T + [0, x dW_c^T]`` of layers side by side, biases likewise, [M, A, F] in the dtype of x."""
-    weight_FD, change_CFD = _joined([of(layer.weight) for layer in layers])
-    out_MAF = (x_MAD.flatten(0, 1) @ weight_FD.to(x_MAD.dtype).T).view(*x_MAD.shape[:2], -1)
+    weight_FD, change_CFD = _joined([of(layer.weight) for layer in layers], x_MAD.dtype)
+    out_MAF = (x_MAD.flatten(0, 1) @ weight_FD.T).view(*x_MAD.shape[:2], -1)
     if change_CFD is not None:
-        by_weight_DF = change_CFD.to(x_MAD.dtype).flatten(0, 1).T
-        _add_product(out_MAF.flatten(1)[:, len(weight_FD) :], x_MAD[:, 0], by_weight_DF)
+        _add_product(out_MAF.flatten(1)[:, len(weight_FD) :], x_MAD[:, 0], change_CFD.flatten(0, 1).T)
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if biases:
-        bias_F, change_CF = _joined([of(bias) for bias in biases])
+        bias_F, change_CF = _joined([of(bias) for bias in biases], x_MAD.dtype)
         out_MAF[:, 0] += bias_F
         if change_CF is not None:
             out_MAF[:, 1:] += change_CF
@@ -59,12 +58,20 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return out.addmm_(left, right) if out.ndim == 2 else out.baddbmm_(left, right)
 
 
-def _joined(parts: Sequence[Moving]) -> Moving:
-    if all(part.change is None for part in parts):
-        return Moving(torch.cat([part.value for part in parts]), None)
-    num = next(len(part.change) for part in parts if part.change is not None)
-    changes = [part.value.new_zeros(num, *part.value.shape) if part.change is None else part.change for part in parts]
-    return Moving(torch.cat([part.value for part in parts]), torch.cat(changes, 1))
+def _joined(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
+    values, changes = [part.value.to(dtype) for part in parts], [part.change for part in parts]
+    moving = [change for change in changes if change is not None]
+    if not moving:
+        return Moving(_cat(values, 0), None)
+    filled = [
+        value.new_zeros(len(moving[0]), *value.shape) if change is None else change.to(dtype)
+        for value, change in zip(values, changes)
+    ]
+    return Moving(_cat(values, 0), _cat(filled, 1))
+
+
+def _cat(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 def norm(x_MAD: Tensor, module: Any, of: Lookup) -> Tensor:

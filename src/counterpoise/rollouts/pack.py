@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.rollouts.backbone import Backbone
-from counterpoise.rollouts.prefix import Prefixes, can_share, hidden_of_prefixes, num_laid_out, prefixes
+from counterpoise.rollouts.prefix import Prefixes, Size, can_share, hidden_of_prefixes, num_laid_out, prefixes
 from counterpoise.rollouts.prompts import padded
 
 
@@ -53,7 +53,7 @@ def packed(
     token_ids_NT, mask_NT = token_ids_NT.to(device), mask_NT.to(device).bool()
     row_M, column_M = mask_NT.nonzero(as_tuple=True)
     own = response_lengths(mask_NT)
-    layout = prefixes(prompt_ids, token_ids_NT, max(own)) if share else None
+    layout = prefixes(prompt_ids, token_ids_NT, own) if share else None
     layout = layout or whole(prompt_ids, token_ids_NT, own, row_M, column_M)
     return Packed(row_M, column_M, token_ids_NT[row_M, column_M], layout)
 
@@ -115,7 +115,7 @@ def row_buckets(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], tok
     """Rows in batches of at most ``token_budget`` tokens as ``packed`` lays them out, padding included; the shortest first.
 
     With ``share`` the rows of a prompt stay together unless they alone are over the budget. A row longer than the budget is a batch of
-    its own.
+    its own. What CUDA pads widths by (``prefix.GRAIN``) is not counted.
 
     Args:
         prompt_ids: the prompt's token ids of every row.
@@ -132,20 +132,31 @@ def row_buckets(prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], tok
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
         of_prompt.setdefault(tuple(prompt_ids[row]), []).append(row)
     batches: list[list[int]] = []
-    held = (0, 0, 0)  # prompts, width of the widest and rows of the last batch
-    for prompt, rows in sorted(of_prompt.items(), key=lambda item: lengths[item[1][-1]]):
-        longest, joined = lengths[rows[-1]], (held[0] + 1, max(held[1], len(prompt)), held[2] + len(rows))
-        if batches and num_laid_out(*joined, longest)[0] <= token_budget:
-            batches[-1] += rows
-            held = joined
-            continue
-        if num_laid_out(1, len(prompt), len(rows), longest)[0] <= token_budget:
-            batches.append(rows)
-        else:
-            own = length_buckets([lengths[row] for row in rows], token_budget - len(prompt))
-            batches += [[rows[k] for k in bucket] for bucket in own]
-        held = (1, len(prompt), len(batches[-1]))
+    size = Size()  # of the last batch
+    for prompt, rows in sorted(of_prompt.items(), key=lambda item: len(item[0]) + lengths[item[1][-1]]):
+        fits = num_laid_out(_with_rows(Size(), prompt, 1, rows, lengths))[0] <= token_budget
+        parts = [rows] if fits else [[row] for row in rows]
+        for number, part in enumerate(parts):
+            grown = _with_rows(size, prompt, int(number == 0), part, lengths)
+            if batches and num_laid_out(grown)[0] <= token_budget:
+                batches[-1] += part
+                size = grown
+            else:
+                batches.append(part)
+                size = _with_rows(Size(), prompt, 1, part, lengths)
     return batches
+
+
+def _with_rows(size: Size, prompt: Sequence[int], num_new: int, rows: Sequence[int], lengths: Sequence[int]) -> Size:
+    """A batch's size with more rows of one prompt, which is new to it or not; the longest row comes last."""
+    longest = lengths[rows[-1]]
+    return Size(
+        size.num_prompts + num_new,
+        max(size.prompt_width, len(prompt)),
+        size.num_rows + len(rows),
+        max(size.width, longest),
+        max(size.last, len(prompt) + longest),
+    )
 
 
 def length_buckets(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -37,19 +37,41 @@ class Prefixes(NamedTuple):
     ids_NS: Tensor
 
 
-def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: int) -> Prefixes | None:
+class Size(NamedTuple):
+    """Of a batch of rows: distinct prompts, tokens of the longest one, rows, tokens of the longest response and of the longest row."""
+
+    num_prompts: int = 0
+    prompt_width: int = 0
+    num_rows: int = 0
+    width: int = 0
+    last: int = 0
+
+
+def num_laid_out(size: Size) -> tuple[int, bool]:
+    """(tokens of a forward, padding included; whether prompts are read once): they are where it saves enough.
+
+    >>> num_laid_out(Size(2, 10, 16, 20, 30)), num_laid_out(Size(16, 10, 16, 20, 30))
+    ((340, True), (480, False))
+    """
+    shared, whole = size.num_prompts * size.prompt_width + size.num_rows * size.width, size.num_rows * size.last
+    is_worth_it = shared <= WORTH_FRAC * whole and size.width > 1
+    return (shared if is_worth_it else whole), is_worth_it
+
+
+def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, lengths: Sequence[int]) -> Prefixes | None:
     """The rows as prompts and responses; None where reading prompts once would save too little.
 
     Args:
         prompt_ids: the prompt's token ids of every row.
         token_ids_NT: the responses.
-        width: tokens of the longest response.
+        lengths: tokens of each.
 
-    >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), 3).ids_PW.tolist()
+    >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), [3, 2]).ids_PW.tolist()
     [[7, 8]]
     """
     different, number = distinct(prompt_ids)
-    if not num_laid_out(len(different), max(map(len, different)), len(prompt_ids), width)[1]:
+    width, last = max(lengths), max(len(prompt) + own for prompt, own in zip(prompt_ids, lengths))
+    if not num_laid_out(Size(len(different), max(map(len, different)), len(prompt_ids), width, last))[1]:
         return None
     device = token_ids_NT.device
     grain = GRAIN if device.type == "cuda" else 1
@@ -60,17 +82,6 @@ def prefixes(prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, width: i
         torch.tensor(number, device=device),
         F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),
     )
-
-
-def num_laid_out(num_prompts: int, prompt_width: int, num_rows: int, width: int) -> tuple[int, bool]:
-    """(tokens of a forward, padding included; whether prompts are read once): they are where it saves enough.
-
-    >>> num_laid_out(2, 10, 16, 20), num_laid_out(16, 10, 16, 20)
-    ((340, True), (480, False))
-    """
-    shared, whole = num_prompts * prompt_width + num_rows * width, num_rows * (prompt_width + width)
-    is_worth_it = shared <= WORTH_FRAC * whole and width > 1
-    return (shared if is_worth_it else whole), is_worth_it
 
 
 def can_share(decoder: Any) -> bool:
