@@ -158,13 +158,15 @@ def test_a_model_that_computes_something_else_is_differentiated(monkeypatch, cap
     assert "is differentiated, written out it is off by" in caplog.text
 
 
-def test_recomputed_activations_have_predictions_too():
-    """``torch.func.jvp`` fails there; what is written out does not."""
+def test_recomputed_activations_have_predictions_too(caplog):
+    """``torch.func.jvp`` fails there; what is written out does not, and it is said that nothing checked it."""
+    caplog.set_level("INFO", logger="counterpoise.ledger")
     model, plain = tiny(), tiny()
     model.gradient_checkpointing_enable()
     params = trainable(plain)
     direction_C = directions(params)
     logprobs = of_model(model, Texts(PROMPTS, IDS_NT, MASK_NT))
+    assert "nothing to hold it against" in caplog.text
     with pytest.raises(RuntimeError):
         change_along(logprobs._replace(along=None), params, direction_C)
     expected_CNT = change_along(of_model(plain, Texts(PROMPTS, IDS_NT, MASK_NT)), params, direction_C)

@@ -75,7 +75,8 @@ def _agrees(model: Any) -> bool:
         with torch.autocast(model.device.type, enabled=False):
             one = {name: change[0] for name, change in direction_C.items()}
             expected_M = torch.func.jvp(logp_function(model, *columns), (params,), (one,))[1].flatten()
-    except RuntimeError:  # recomputed activations, for one: nothing to hold it against
+    except RuntimeError as why:  # recomputed activations, for one
+        log.info("%s: forward mode is written out; there is nothing to hold it against: %s", name, why)
         return True
     error = float((found_M - expected_M).norm() / expected_M.norm())
     agrees = error < (1e-2 if model.dtype.itemsize >= 4 else 0.5)  # a wrong derivative is off by its own size
