@@ -152,10 +152,11 @@ def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
     assert done == len(metrics(recipe["run_dir"])) < 200
 
 
-def test_a_checkpoint_is_a_plain_hugging_face_folder_and_evaluates(tmp_path):
+def test_a_checkpoint_is_a_plain_hugging_face_folder_and_evaluates(tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = train(parse_config(small(tmp_path, num_steps=1)))
+    assert "shards" not in capfd.readouterr().err, "a run has one progress bar, its own"
     path = checkpoint.checkpoints(result.run_dir)[-1]
     model = AutoModelForCausalLM.from_pretrained(path)
     assert AutoTokenizer.from_pretrained(path).chat_template

@@ -103,7 +103,7 @@ def load_model(spec: str, *, dtype: torch.dtype = torch.float32, device: str | t
         dtype: of the weights.
     """
     source = locate(spec)
-    with _quiet():
+    with quiet():
         try:
             place = source.place if source.gguf_file is None else converted(source.place, source.gguf_file)
             tokenizer = AutoTokenizer.from_pretrained(place)
@@ -219,8 +219,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading bars off for the block: a run has one progress bar, its own."""
+def quiet() -> Iterator[None]:
+    """Loading and saving bars off for the block: a run has one progress bar, its own."""
     was_on = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from counterpoise.files import step_file, step_of, write_folder, write_json
+from counterpoise.rollouts.models import quiet
 from counterpoise.schema import SCHEMA_VERSION
 from counterpoise.trainer.config import ConfigError
 
@@ -39,7 +40,8 @@ def save(run_dir: Path, policy: Any, optimizer: torch.optim.Optimizer, state: Lo
     path = step_file(run_dir, "checkpoints", state.step, "")
 
     def fill(folder: Path) -> None:
-        policy.model.save_pretrained(folder)
+        with quiet():
+            policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         save_file(optimizer_tensors(optimizer) | {"torch_rng": torch.get_rng_state()}, folder / "optimizer.safetensors")
         write_json(folder / "state.json", {"schema_version": SCHEMA_VERSION, **state._asdict()})
