@@ -12,54 +12,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from counterpoise.files import read_jsonl
+from many_runs import Case, run_all
 
 PLANS = ("random_rows", "query_preserved", "reward_balanced")
-COMMAND = [sys.executable, "-c", "from counterpoise.cli import main; main()", "train", "recipes/demo.yaml", "--json", "--fresh"]
 
 
 def main() -> None:
     args = arguments()
-    cases = [(plan, seed) for seed in range(args.seeds) for plan in PLANS]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        rows = [row for found in pool.map(lambda case: trained(case[0], case[1], args), cases) for row in found]
+    cases = {
+        (plan, seed): Case(f"{plan}-{seed}", {"seed": seed, "method.plan": plan}) for seed in range(args.seeds) for plan in PLANS
+    }
+    settings = {"num_steps": args.steps, "eval.every": args.eval_every, "device": "cpu"}
+    evals = run_all("recipes/demo.yaml", list(cases.values()), args.runs, jobs=args.jobs, settings=settings)
+    rows = [
+        {"plan": plan, "seed": seed, "step": row["step"], "accuracy": row["eval/accuracy"]}
+        for (plan, seed), case in cases.items()
+        for row in evals.get(case.name, [])
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "accuracy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"command": ["python", "benchmarks/run_plans.py", *sys.argv[1:]], "numbers": numbers(rows)}
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for plan, found in summary["numbers"].items():
         print(plan, json.dumps(found))
-
-
-def trained(plan: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Held-out accuracies of one run."""
-    run_dir = args.runs / f"{plan}-{seed}"
-    settings = {"run_dir": run_dir, "seed": seed, "method.plan": plan, "num_steps": args.steps, "eval.every": args.eval_every}
-    settings |= {
-        "ledger.every": 0,
-        "checkpoint_every": 0,
-        "keep_every": 0,
-        "save_rollouts_every": 0,
-        "trackers": "[]",
-        "device": "cpu",
-    }
-    evals = read_jsonl(run_dir / "evals.jsonl")
-    if not evals or evals[-1]["step"] < args.steps:
-        given = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-        done = subprocess.run(
-            [*COMMAND, *given], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-        )
-        evals = read_jsonl(run_dir / "evals.jsonl")
-        print(f"{plan} seed {seed}: {'done' if done.returncode == 0 else done.stderr.strip().splitlines()[-1]}", flush=True)
-    return [{"plan": plan, "seed": seed, "step": row["step"], "accuracy": row["eval/accuracy"]} for row in evals]
 
 
 def numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
