@@ -1,40 +1,29 @@
 """The figures of docs/claims.md from the numbers under benchmarks/results: the probes' own figures as pictures.
 
-    python benchmarks/claims_figures.py benchmarks/results/claims_bundled docs/img/claims_bundled
-
-Needs plotly, playwright and a Chromium (``CHROMIUM`` names it; playwright's own by default).
+python benchmarks/claims_figures.py benchmarks/results/claims_bundled docs/img/claims_bundled
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
+
+from pictures import write_pngs
 
 from counterpoise.probes import PROBES
 from counterpoise.probes.output import dressed
 
-SIZE = {"width": 1040, "height": 470}
-
 
 def main(results: Path, prefix: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as browsers, tempfile.TemporaryDirectory() as folder:
-        chromium = browsers.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox", "--disable-gpu"])
-        page = chromium.new_page(viewport={"width": SIZE["width"] + 16, "height": SIZE["height"] + 16}, device_scale_factor=1.5)
-        for name, summary in summaries(results).items():
-            figure = importlib.import_module(PROBES[name].module).figure(json.loads(summary.read_text())["numbers"])
-            html = Path(folder) / f"{name}.html"
-            dressed(figure).update_layout(**SIZE).write_html(html, include_plotlyjs=True, config={"displayModeBar": False})
-            page.goto(html.as_uri())
-            page.locator(".main-svg").first.wait_for()
-            target = prefix.with_name(f"{prefix.name}_{name}.png")
-            page.locator(".plotly-graph-div").screenshot(path=target)
-            print(target)
+    figures = {
+        prefix.with_name(f"{prefix.name}_{name}.png"): dressed(
+            importlib.import_module(PROBES[name].module).figure(json.loads(summary.read_text())["numbers"])
+        )
+        for name, summary in summaries(results).items()
+    }
+    write_pngs(figures, width=1040, height=470)
 
 
 def summaries(results: Path) -> dict[str, Path]:

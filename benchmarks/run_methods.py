@@ -149,6 +149,7 @@ def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) ->
             "final": over_seeds(final[method].tolist()),
             "curve_mean": over_seeds([float(np.mean(values)) for values in curve]),
             **{name: float(np.mean([end[method][seed][name] for seed in seeds])) for name in AT_END},
+            **closing_of([end[method][seed] for seed in seeds]),
         }
         if method in against:
             p, low, high = against[method]
@@ -158,21 +159,28 @@ def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) ->
     return out
 
 
+def closing_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of the closing evaluations over the runs that have one, and how many that are."""
+    closed = [row for row in rows if "greedy" in row]
+    keys = [key for key in (closed[0] if closed else {}) if key in ("greedy", "sampled") or key.startswith("pass@")]
+    return {"num_closed": len(closed), **{key: float(np.mean([row[key] for row in closed])) for key in keys}}
+
+
 def table(found: dict[str, Any], baseline: str) -> str:
     """Markdown, best first; points of percent."""
+    passed = next((key for row in found.values() for key in row if key.startswith("pass@")), "pass@k")
     lines = [
-        f"| method | learning rate | held-out accuracy | against {baseline} | verdict | mean over training | length | entropy |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| method | learning rate | held-out accuracy, sampled | against {baseline} | verdict | mean over training | greedy | {passed} | entropy |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, row in sorted(found.items(), key=lambda item: -item[1]["final"][0]):
-        mean, low, high = (100 * x for x in row["final"])
         against, verdict = "", "baseline"
         if "difference" in row:
             against, verdict = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in row["difference"])), row["verdict"]
-        lines.append(
-            f"| `{method}` | {row['rate']:g} | {mean:.1f}% [{low:.1f}, {high:.1f}] | {against} | {verdict} | "
-            f"{100 * row['curve_mean'][0]:.1f}% | {row['length']:.0f} | {row['entropy']:.2f} |"
-        )
+        final = "{:.1f}% [{:.1f}, {:.1f}]".format(*(100 * x for x in row["final"]))
+        beside = [f"{100 * row[key]:.1f}%" if key in row else "" for key in ("greedy", passed)]
+        cells = [f"`{method}`", f"{row['rate']:g}", final, against, verdict, f"{100 * row['curve_mean'][0]:.1f}%", *beside]
+        lines.append(f"| {' | '.join(cells)} | {row['entropy']:.2f} |")
     return "\n".join(lines)
 
 

@@ -203,10 +203,21 @@ def test_value_of_a_finished_prefix_is_its_reward(scene) -> None:
 
 
 def test_matching_takes_the_nearest() -> None:
-    boosted = Candidates(np.array([0, 0]), np.array([1, 9]), np.array([0.1, 0.9]))
-    suppressed = Candidates(np.array([1, 1, 1]), np.array([8, 2, 5]), np.array([0.8, 0.2, 0.5]))
+    boosted = Candidates(np.array([0, 0]), np.array([1, 9]), np.array([0.1, 0.9]), np.array([7, 7]))
+    suppressed = Candidates(np.array([1, 1, 1]), np.array([8, 2, 5]), np.array([0.8, 0.2, 0.5]), np.array([4, 4, 7]))
     assert sorted(match(boosted, suppressed, 2, 0)) == [(0, 1), (1, 0)]
     assert sorted(match(suppressed, boosted, 2, 0)) == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_matching_within_a_prompt_takes_no_nearer_token_of_another(seed: int) -> None:
+    """The token at 9 has its own prompt's partner far away, that at 5 none at all: two of the rarer kind are drawn, one pair is left."""
+    boosted = Candidates(np.array([0, 0, 1]), np.array([1, 9, 5]), np.array([0.1, 0.9, 0.5]), np.array([7, 7, 2]))
+    suppressed = Candidates(np.array([1, 2, 2, 2]), np.array([2, 8, 1, 3]), np.array([0.2, 0.8, 0.1, 0.3]), np.array([7, 4, 4, 4]))
+    assert match(boosted, suppressed, 2, seed, same_prompt=True) == [(0, 0)]
+    assert match(suppressed, boosted, 2, seed, same_prompt=True) == [(0, 0)]
+    alone = suppressed._replace(group=np.array([4, 4, 4, 4]))
+    assert match(boosted, alone, 2, seed, same_prompt=True) == []
 
 
 def test_pooled_shares_do_not_weigh_steps_by_their_size() -> None:

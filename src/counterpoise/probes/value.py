@@ -1,8 +1,8 @@
 """E4: are the tokens that an update boosts worth more than those it suppresses?
 
 The value of a prefix is the mean reward of fresh completions by the policy before the update. Boosted and suppressed tokens of rollouts of the
-same origin (sign of the advantage) are paired by position and entropy. ``value``: of the prefix with the token; ``gain``: that minus the
-value of the prefix without it. The claim: boosted tokens have the higher value, in good and in bad rollouts.
+same origin (sign of the advantage) are paired by position and entropy, within a prompt if asked. ``value``: of the prefix with the token;
+``gain``: that minus the value of the prefix without it. The claim: boosted tokens have the higher value, in good and in bad rollouts.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from counterpoise.types import Rows
 
 ORIGINS = {"positive": 1, "negative": -1}
 CHANGES = {"boosted": 1, "suppressed": -1}
+APART = 10.0  # added to the distance of tokens that may not be paired: more than any distance of ranks, sqrt(2)
 
 
 class Candidates(NamedTuple):
-    """Tokens of one origin and change: row of the step, position, entropy."""
+    """Tokens of one origin and change: row of the step, position, entropy, the prompt's number."""
 
     row: np.ndarray
     position: np.ndarray
     entropy: np.ndarray
+    group: np.ndarray
 
 
-def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, seed: int = 0) -> None:
-    """``pairs`` matched pairs of each origin, ``samples`` completions of each prefix."""
+def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, seed: int = 0, same_prompt: bool = False) -> None:
+    """``pairs`` matched pairs of each origin, ``samples`` completions of each prefix; ``same_prompt`` pairs tokens of one prompt alone."""
     import pyarrow.parquet as pq
 
-    found = pq.read_table(output.table("pairs", lambda: matched_pairs(scene, pairs, seed))).to_pylist()
+    found = pq.read_table(output.table("pairs", lambda: matched_pairs(scene, pairs, seed, same_prompt))).to_pylist()
     for origin in ORIGINS:
         of_origin = [row for row in found if row["origin"] == origin]
         output.table(f"values_{origin}", lambda of_origin=of_origin: valued(scene, of_origin, samples, seed))
@@ -53,7 +55,7 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
 
 
-def matched_pairs(scene: Scene, num: int, seed: int) -> list[dict[str, Any]]:
+def matched_pairs(scene: Scene, num: int, seed: int, same_prompt: bool = False) -> list[dict[str, Any]]:
     """Pairs of a boosted and a suppressed token of the same origin, nearest in (position, entropy); two rows a pair."""
     rows = scene.rows
     change = tried(scene, rows)
@@ -63,7 +65,11 @@ def matched_pairs(scene: Scene, num: int, seed: int) -> list[dict[str, Any]]:
         for name, side in sides.items():
             if not len(side.row):
                 raise ValueError(f"value: no {name} token in {origin} rollouts of step {scene.step}. Choose another step.")
-        for number, both in enumerate(match(sides["boosted"], sides["suppressed"], num, derived_seed(seed, scene.step, origin))):
+        drawing = derived_seed(seed, scene.step, origin)
+        found = match(sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt)
+        if not found:
+            raise ValueError(f"value: no prompt of step {scene.step} has both kinds in {origin} rollouts. Leave same_prompt out.")
+        for number, both in enumerate(found):
             for name, k in zip(CHANGES, both):
                 side = sides[name]
                 r, t = int(side.row[k]), int(side.position[k])
@@ -78,23 +84,27 @@ def candidates(scene: Scene, rows: Rows, change: Change, sign: int, value: int) 
     is_stop_RT = torch.isin(scene.collected.batch.token_ids_NT[rows.row_R], stop)
     at_RT = (change.sign_RT == value) & rows.mask_NT & ~is_stop_RT & (rows.advantage_N.sign() == sign)[:, None]
     row, position = (index.cpu().numpy() for index in at_RT.nonzero(as_tuple=True))
-    return Candidates(row, position, change.scores.entropy_NT[at_RT].double().cpu().numpy())
+    entropy = change.scores.entropy_NT[at_RT].double().cpu().numpy()
+    return Candidates(row, position, entropy, rows.group_N.cpu().numpy()[row])
 
 
-def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int) -> list[tuple[int, int]]:
+def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int, *, same_prompt: bool = False) -> list[tuple[int, int]]:
     """At most ``num`` pairs of indices: randomly drawn tokens of the rarer kind, each with a partner of its own, total distance least.
 
-    Distance: positions and entropies as ranks in [0, 1] among all candidates of the origin, Euclidean.
+    Distance: positions and entropies as ranks in [0, 1] among all candidates of the origin, Euclidean. With ``same_prompt`` a token whose
+    prompt has no partner for it is left out.
     """
     sizes = len(boosted.row), len(suppressed.row)
     columns = [np.concatenate([getattr(boosted, name), getattr(suppressed, name)]) for name in ("position", "entropy")]
     ranks = np.stack([rankdata(column) / len(column) for column in columns], 1)
-    sides = ranks[: sizes[0]], ranks[sizes[0] :]
+    sides, groups = (ranks[: sizes[0]], ranks[sizes[0] :]), (boosted.group, suppressed.group)
     rare = int(sizes[1] < sizes[0])
-    drawn = np.random.default_rng(seed).permutation(sizes[rare])[:num]
+    drawn = np.random.default_rng(seed).permutation(sizes[rare])
+    drawn = drawn[np.isin(groups[rare][drawn], groups[1 - rare])][:num] if same_prompt else drawn[:num]
     distance = np.linalg.norm(sides[rare][drawn][:, None] - sides[1 - rare][None], axis=-1)
-    first, second = linear_sum_assignment(distance)
-    found = [(int(drawn[i]), int(j)) for i, j in zip(first, second)]
+    is_apart = groups[rare][drawn][:, None] != groups[1 - rare][None] if same_prompt else np.zeros(distance.shape, bool)
+    first, second = linear_sum_assignment(distance + APART * is_apart)
+    found = [(int(drawn[i]), int(j)) for i, j in zip(first, second) if not is_apart[i, j]]
     return [(j, i) for i, j in found] if rare else found
 
 
