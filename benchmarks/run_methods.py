@@ -170,7 +170,7 @@ def table(found: dict[str, Any], baseline: str) -> str:
     """Markdown, best first; points of percent."""
     passed = next((key for row in found.values() for key in row if key.startswith("pass@")), "pass@k")
     lines = [
-        f"| method | learning rate | held-out accuracy, sampled | against {baseline} | verdict | mean over training | greedy | {passed} | entropy |",
+        f"| method | learning rate | accuracy, sampled | against {baseline} | verdict | mean over training | greedy | {passed} | entropy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, row in sorted(found.items(), key=lambda item: -item[1]["final"][0]):
