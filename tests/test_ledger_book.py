@@ -14,7 +14,8 @@ from torch import nn
 
 import counterpoise as cp
 from counterpoise.files import read_jsonl, write_table
-from counterpoise.ledger import Book, Settings
+from counterpoise.ledger import Book, Settings, book
+from counterpoise.ledger.categories import named
 from counterpoise.rollouts import token_logp
 from counterpoise.schema import SCHEMA_VERSION, TOKEN_COLUMNS
 from counterpoise.trainer import loop
@@ -340,3 +341,40 @@ def test_an_empty_bank_is_said_once_and_the_run_goes_on(tmp_path, caplog):
     assert len(said) == 1
     assert "no prompt so far has two distinct verified solutions" in said[0]
     assert len(read_jsonl(out / "metrics.jsonl")) == 2
+
+
+def test_out_of_memory_costs_the_batch_its_account_and_not_the_run(tmp_path, caplog, monkeypatch):
+    """The second batch has no memory for its account: it has no table, training is what it is without the ledger, the third batch has one."""
+    calls = []
+
+    def account(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:  # two optimizer steps a batch
+            raise torch.OutOfMemoryError("no memory")
+        return real(*args, **kwargs)
+
+    real = book.account
+    monkeypatch.setattr(book, "account", account)
+    with caplog.at_level(logging.WARNING, logger="counterpoise.ledger"):
+        seen = run(tmp_path, "seen", ledger={"every": 1, "bank": 0})
+    unseen = run(tmp_path, "unseen", ledger={"every": 0})
+    assert [path.name for path in sorted((seen / "tokens").iterdir())] == ["step_000000.parquet", "step_000002.parquet"]
+    (said,) = [record.getMessage() for record in caplog.records if "no memory to account" in record.getMessage()]
+    assert "Lower optimizer.token_budget" in said
+    assert without_ledger(seen) == without_ledger(unseen)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (lambda texts: {}[0], "raised KeyError: 0"),
+        (lambda texts: ["a"], "gave 1 names for 3 tokens"),
+        (lambda texts: ["a", None, "b"], "gave None as a name"),
+        (lambda texts: ["a", "rest", "b"], "gave 'rest' as a name"),
+    ],
+)
+def test_categories_that_cannot_be_used_give_way_to_the_default_ones(rule, why):
+    names, note = named(rule, ["7", " so", "."])
+    assert names == ["number", "connective", "template"]
+    assert note is not None and why in note and "default rules are used" in note

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoise.ledger import HeadResponse, HeadState, coupling_table, head_cancellation, head_change, head_kernel
+from counterpoise.ledger.head_change import kl as small_kl
 from counterpoise.numerics_head import Head
 from counterpoise.rollouts import measure
 from counterpoise.rollouts.backbone import backbone
@@ -161,3 +162,22 @@ def test_own_part_is_phi_times_the_hidden_norm_under_sgd():
     own = head_change(state, state, target, response=HeadResponse(0.25)).own_M
     assert own is not None
     torch.testing.assert_close(own, 0.25 * kernel.phi_MM.diagonal() * hidden.square().sum(-1), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0])
+def test_kl_of_a_small_step_is_no_rounding_noise(size: float) -> None:
+    """In float32 over a large vocabulary: at least 0 everywhere, and what the definition gives in float64."""
+    generator = torch.Generator().manual_seed(0)
+    before_MV = 3 * torch.randn(8, 50_000, generator=generator, dtype=torch.float64)
+    after_MV = before_MV + size * torch.randn(8, 50_000, generator=generator, dtype=torch.float64)
+    exact_M = torch.tensor(
+        [kl(after, before) for after, before in zip(after_MV.softmax(-1).tolist(), before_MV.softmax(-1).tolist())]
+    )
+    found_M = small_kl(after_MV.float().log_softmax(-1), before_MV.float().log_softmax(-1))
+    assert bool((found_M >= 0).all())
+    torch.testing.assert_close(found_M.double(), exact_M.double(), rtol=0.05 if size < 1e-4 else 1e-3, atol=0.0)
+
+
+def test_kl_where_a_token_vanishes_is_finite() -> None:
+    before_MV, after_MV = (torch.tensor([[0.0, x]]).log_softmax(-1) for x in (0.0, -200.0))
+    assert small_kl(after_MV, before_MV).tolist() == pytest.approx([math.log(2)])

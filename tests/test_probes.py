@@ -13,7 +13,7 @@ import torch
 from counterpoise.ledger import of_model, snapshot
 from counterpoise.probes import PROBES, exchangeability, open_scene, pool, run_probe, tried
 from counterpoise.probes.causal import full_update, tau
-from counterpoise.probes.counterfactual import category_shares, enters, share_difference
+from counterpoise.probes.counterfactual import category_shares, enters, rank_correlations, share_difference
 from counterpoise.probes.drift import solution_bank
 from counterpoise.probes.output import STRIDE
 from counterpoise.probes.tax import kinds
@@ -152,6 +152,22 @@ def test_other_settings_need_fresh(run: Path) -> None:
     run_probe(run, "drift", 0, {"size": 4})
     with pytest.raises(ValueError, match="begun with other settings"):
         run_probe(run, "drift", 0, {"size": 5})
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"samples": True}, {"same_prompt": 1}, {"seed": -1}])
+def test_a_wrong_setting_drops_nothing_that_is_there(run: Path, wrong: dict) -> None:
+    run_probe(run, "value", 0, SMALL["value"])
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"probe value: {name} must be"):
+        run_probe(run, "value", 0, SMALL["value"] | wrong, fresh=True)
+    assert (run / "probes" / "value" / "step_000000" / "summary.json").is_file()
+    run_probe(run, "value", 0, SMALL["value"])
+
+
+def test_a_change_that_does_not_vary_has_no_rank_correlation() -> None:
+    """The head alone changes nothing where it is not trained (adapters)."""
+    moves, stands = pd.DataFrame({"delta": [0.1, -0.2, 0.3]}), pd.DataFrame({"delta": [0.0, 0.0, 0.0]})
+    assert list(rank_correlations([moves, moves, stands]).values()) == [1.0, 1.0, None]
 
 
 def test_drift_is_zero_at_the_first_checkpoint(run: Path) -> None:
@@ -293,4 +309,4 @@ def test_not_a_run(tmp_path: Path) -> None:
 
 def test_every_probe_says_what_it_is() -> None:
     assert {name for name, probe in PROBES.items() if probe.help and callable(probe.run)} == set(PROBES)
-    assert PROBES["value"].settings == {"pairs": 40, "samples": 8, "seed": 0}
+    assert PROBES["value"].settings == {"pairs": 40, "samples": 8, "seed": 0, "same_prompt": False}

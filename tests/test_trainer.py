@@ -213,6 +213,16 @@ def test_rollouts_come_back_from_parquet(scene, tmp_path):
         assert torch.equal(got[on], expected[on]), name
 
 
+def test_rollouts_without_a_column_say_which(scene, tmp_path):
+    import pyarrow.parquet as pq
+
+    _, _, collected = scene
+    write_rollouts(tmp_path / "r.parquet", 0, collected, cp.method("grpo").assign(collected.batch))
+    pq.write_table(pq.read_table(tmp_path / "r.parquet").drop_columns("inference_logprobs"), tmp_path / "r.parquet")
+    with pytest.raises(ValueError, match="r.parquet: no column 'inference_logprobs'. Take the file as counterpoise train wrote it"):
+        read_rollouts(tmp_path / "r.parquet")
+
+
 def test_optimizer_state_survives_bit_for_bit(scene, tmp_path):
     config, _, collected = scene
     policy = load_model("bundled", dtype=torch.float32, device="cpu")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoise.ledger.account import account
-from counterpoise.ledger.categories import categories
+from counterpoise.ledger.categories import categories, named
 from counterpoise.ledger.classes import Facts, check_axes, token_classes
 from counterpoise.ledger.decompose import forward_mode
 from counterpoise.ledger.logprobs import Params, Texts, copied, of_model, trainable
@@ -78,14 +78,16 @@ class Book:
         self.texts = Texts(prompt_ids, batch.token_ids_NT, batch.mask_NT, settings.temperature, settings.token_budget)
         distinct_I, index_NT = torch.unique(batch.token_ids_NT, return_inverse=True)
         self.vocabulary = token_texts(distinct_I.tolist())
-        self.facts = _facts(batch, credit, settings.categories(self.vocabulary), index_NT)
+        names, why = named(settings.categories, self.vocabulary)
+        self.facts = _facts(batch, credit, names, index_NT)
         self.columns: dict[str, Tensor] = {"vocabulary_index": index_NT.cpu()}
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if why is None else [why]
         self.taxes: list[dict[str, float]] = []
         self.residuals: list[dict[str, float]] = []
         self._noise_floor: float | None = None
         self._before: Params | None = None
         self._gradient: Params | None = None
+        self._hook: Any = None
 
     def before(self) -> None:
         """Keep the parameters, and the gradient when the optimizer gets it; call just before an optimizer step."""
@@ -126,8 +128,13 @@ class Book:
         self.taxes.append(tax(found.columns.get("kl"), facts))
         for note in found.notes:
             self._note(note)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing of the optimizer step: it is accounted for, or there is no memory to do it."""
         self._before = self._gradient = None
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def table(self, step: int) -> dict[str, Any]:
         """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan left a rollout out."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from counterpoise.build import nearest
+from counterpoise.ledger.decompose import REST
 
 CATEGORIES = ("template", "connective", "number", "operator", "reasoning", "other")
 
@@ -72,6 +73,28 @@ def category(text: str) -> str:
         if word in words:
             return name
     return "other" if any(map(str.isalpha, word)) else "template"
+
+
+def named(function: Callable[[Sequence[str]], list[str]], texts: Sequence[str]) -> tuple[list[str], str | None]:
+    """The category of each text by a function of the user's; by the default rules, and why, where what it gives cannot be used.
+
+    >>> named(lambda texts: ["a", "b"], ["x", "7"])
+    (['a', 'b'], None)
+    >>> names, why = named(lambda texts: ["a"], ["x", "7"])
+    >>> names, why.split(":")[0]
+    (['other', 'number'], 'ledger.categories gave 1 names for 2 tokens')
+    """
+    try:
+        names = list(function(texts))
+    except Exception as error:  # the ledger is an observer: what a user's function does must not end a run
+        wrong = f"raised {type(error).__name__}: {error}"
+    else:
+        if len(names) == len(texts) and all(isinstance(name, str) and name != REST for name in names):
+            return names, None
+        wrong = f"gave {len(names)} names for {len(texts)} tokens"
+        if len(names) == len(texts):
+            wrong = f"gave {next(name for name in names if not isinstance(name, str) or name == REST)!r} as a name"
+    return categories(texts), f"ledger.categories {wrong}: the default rules are used. Give one name a token, any but {REST!r}."
 
 
 def load_categories(spec: str | None) -> Callable[[Sequence[str]], list[str]]:

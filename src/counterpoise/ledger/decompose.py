@@ -162,6 +162,8 @@ def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
         try:
             change_along(one, params, direction_C, is_batched=is_batched)
             return is_batched, ""
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, NotImplementedError) as error:  # torch has no narrower type for an operation without forward mode
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
     return None, why

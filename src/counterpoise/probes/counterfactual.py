@@ -116,10 +116,13 @@ def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
     return ratio_BK.reshape(len(ratio_BK), len(sizes), len(names)).mean(1)
 
 
-def rank_correlations(parts: list[Frame]) -> dict[str, float]:
-    """Spearman's rank correlation of each variant's change with the full one's."""
+def rank_correlations(parts: list[Frame]) -> dict[str, float | None]:
+    """Spearman's rank correlation of each variant's change with the full one's; None where one does not vary (a head that is not trained)."""
     full = parts[0]["delta"]
-    return {name: round(float(full.corr(part["delta"], method="spearman")), 4) for name, part in zip(VARIANTS, parts)}
+    return {
+        name: round(float(full.corr(part["delta"], method="spearman")), 4) if min(full.std(), part["delta"].std()) > 0 else None
+        for name, part in zip(VARIANTS, parts)
+    }
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:

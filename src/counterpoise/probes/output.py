@@ -30,7 +30,8 @@ class Output:
         started = self.folder / "started.json"
         if started.is_file() and json.loads(started.read_text()) != json.loads(json.dumps(self.facts)):
             raise ValueError(
-                f"{self.folder}: begun with other settings ({started.read_text().strip()}). Take the same ones to go on, or --fresh."
+                f"{self.folder}: begun with other settings ({json.dumps(json.loads(started.read_text())['settings'])}). "
+                "Take the same ones to go on, or --fresh, which drops what is there."
             )
         if not started.is_file():
             write_json(started, self.facts)

@@ -99,8 +99,8 @@ def make_tables(
     step = last_step(run_dir, chosen.needs_snapshot) if step is None else step
     if chosen.needs_snapshot:
         checkpoint_of(run_dir, step)
-    output = Output(run_dir, name, step, whole, fresh=fresh)
     subject = (scene or open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
+    output = Output(run_dir, name, step, whole, fresh=fresh)  # last: --fresh drops what is there
     chosen.run(*subject, output, **whole)
     return output
 
@@ -132,8 +132,13 @@ def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"probe {name}: unknown setting {key!r}. {nearest(key, known)}")
-        if isinstance(known[key], int) and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"probe {name}: {key} must be a whole number from 0 on, got {value!r}.")
+        if isinstance(known[key], bool) != isinstance(value, bool):
+            raise ValueError(
+                f"probe {name}: {key} must be {'true or false' if isinstance(known[key], bool) else 'a number'}, got {value!r}."
+            )
+        least = 0 if key == "seed" else 1
+        if isinstance(known[key], int) and (not isinstance(value, int) or value < least):
+            raise ValueError(f"probe {name}: {key} must be a whole number from {least} on, got {value!r}.")
     return given
 
 

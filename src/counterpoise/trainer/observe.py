@@ -21,7 +21,7 @@ from counterpoise.rollouts import Policy, measure
 from counterpoise.trainer.checkpoint import LoopState
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config
-from counterpoise.trainer.update import Update
+from counterpoise.trainer.update import Update, budget_that_fits
 from counterpoise.types import Credit
 
 log = logging.getLogger("counterpoise.ledger")
@@ -68,31 +68,50 @@ class Observer:
                 axes=settings.decompose,
                 categories=load_categories(settings.categories),
                 temperature=config.rollouts.temperature,
-                token_budget=config.token_budget,
+                token_budget=budget_that_fits(policy.model, config),
                 autocast=lambda: autocast(policy.model),
             )
             self._book = Book(policy.model, optimizer, collected.batch, collected.prompt_ids, credit, self._texts, how)
 
     def before(self) -> None:
-        if self._book is not None:
-            self._book.before()
+        with self._within_memory():
+            if self._book is not None:
+                self._book.before()
 
     def after(self, update: Update) -> None:
         self._grad_norms.append(update.grad_norm)
-        if self._book is not None:
-            self._book.after(update.rows, update.loss, update.clip_factor)
+        with self._within_memory():
+            if self._book is not None:
+                self._book.after(update.rows, update.loss, update.clip_factor)
 
     def close(self) -> None:
         """Write the table, gather the numbers, carry the state on."""
         self._fill_bank()
         if self._book is not None:
             write_table(step_file(self.run_dir, "tokens", self.step, ".parquet"), self._book.table(self.step))
-            self.metrics |= self._book.summary() | self._cumulative(self._book.taxes) | self._drift()
+            self.metrics |= self._book.summary() | self._cumulative(self._book.taxes)
             for note in self._book.notes:
                 self._say(note)
+            with self._within_memory():
+                self.metrics |= self._drift()
         found, self.state["jitter"] = jitter(self.state.get("jitter"), self._series())
         self.metrics |= {f"jitter/{name}": value for name, value in found.items()}
         self.metrics = {f"ledger/{name}": value for name, value in self.metrics.items()}
+
+    @contextmanager
+    def _within_memory(self) -> Iterator[None]:
+        """An observer must not end a run that fits without it: out of memory, this batch goes without an account."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self._book is not None:
+                self._book.let_go()
+            self._book = None
+            torch.cuda.empty_cache()
+            self._say(
+                "no memory to account for a batch: it has no table. Lower optimizer.token_budget "
+                f"(now {self.config.token_budget}), or take fewer classes in ledger.decompose."
+            )
 
     def _series(self) -> dict[str, float]:
         batch = self.collected.batch

@@ -13,6 +13,11 @@ from counterpoise.schema import SCHEMA_VERSION
 from counterpoise.trainer.collect import Collected
 from counterpoise.types import Credit, Prompt, TokenBatch
 
+READ = (  # columns of a rollout batch that a step can be made again from
+    *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
+    *("token_ids", "reward", "inference_logprobs", "entropy"),
+)
+
 
 def write_rollouts(path: Path, step: int, collected: Collected, credit: Credit) -> None:
     """One row a rollout; token columns are lists without padding."""
@@ -54,7 +59,10 @@ def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
         raise ValueError(
             f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the counterpoise that wrote it."
         )
-    column: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in table.column_names}
+    for name in READ:
+        if name not in table.column_names:
+            raise ValueError(f"{path}: no column {name!r}. Take the file as counterpoise train wrote it (save_rollouts_every).")
+    column: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in READ}
     by_group = {g: Prompt(i, t, a) for g, i, t, a in zip(column["group"], column["prompt_id"], column["prompt"], column["answer"])}
     batch = TokenBatch.from_lists(
         column["token_ids"],

@@ -57,7 +57,7 @@ def accumulated(
 ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
     """The step's gradient in the parameters; its micro-batches and their columns. Out of memory, it begins again with half the budget."""
     while True:
-        budget = min(config.token_budget, _FITS.get(model, config.token_budget))
+        budget = budget_that_fits(model, config)
         cuts = micro_batches(model, rows, collected, budget)
         try:
             return cuts, [micro_gradient(model, method, rows.select(pick_R), collected, config) for pick_R in cuts]
@@ -71,6 +71,11 @@ def accumulated(
         torch.cuda.empty_cache()
         _FITS[model] = budget // 2
         log.warning("update: no memory for micro-batches of %d tokens; set optimizer.token_budget to %d.", budget, budget // 2)
+
+
+def budget_that_fits(model: Any, config: Config) -> int:
+    """The recipe's token budget, or what was left of it after running out of memory."""
+    return min(config.token_budget, _FITS.get(model, config.token_budget))
 
 
 def micro_gradient(model: Any, method: Method, micro: Rows, collected: Collected, config: Config) -> tuple[Tensor, ...]:
