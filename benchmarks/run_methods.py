@@ -194,7 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lower", default="3e-5", help="one more rate where the lowest is the best; empty for none")
     parser.add_argument("--tune-seed", type=int, default=0)
     parser.add_argument("--tune-prompts", type=int, default=400)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25, help="rollout batches of a run")
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=800, help="held-out prompts that judge, beside those of tuning")
