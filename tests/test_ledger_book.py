@@ -267,6 +267,18 @@ def test_a_model_without_a_plain_head_gets_no_kl_and_no_own_part():
     assert table["kl"].null_count == table["own"].null_count == len(table["own"])
     assert found["predicted/correlation"] > 0.99
     assert not [key for key in found if key.startswith("tax/")]
+    assert [note for note in made.book.notes if "not a plain linear layer" in note]
+
+
+def test_a_head_that_is_not_trained_has_no_own_part_and_says_so():
+    model = tiny("llama")
+    model.lm_head.weight.requires_grad_(False)
+    live = [p for p in model.parameters() if p.requires_grad]
+    made = Booked(model, torch.optim.AdamW(live, lr=1e-3), axes=("sign",))
+    table = made.book.table(0)
+    assert table["own"].null_count == table["coupling"].null_count == len(table["own"])
+    assert table["kl"].null_count == table["predicted"].null_count == 1, "the rollout that the plan left out"
+    assert len(made.book.notes) == 1 and "head is not trained" in made.book.notes[0]
 
 
 def test_an_unknown_axis_is_an_error_that_names_the_nearest():

@@ -131,7 +131,7 @@ def test_positives_only_lets_no_negative_token_in(scene) -> None:
 
 
 def test_empty_class_says_so(scene) -> None:
-    with pytest.raises(ValueError, match="no token of step 1 is in this class"):
+    with pytest.raises(ValueError, match="no token of step 1 has the advantage that this update is made of"):
         tried(scene, scene.rows, torch.zeros_like(scene.rows.mask_NT))
 
 

@@ -98,27 +98,29 @@ def test_causal_rows_have_the_sign_of_their_bucket() -> None:
     assert np.allclose(table["pull"], 3.0)
 
 
-def test_one_prompt_alone_has_no_interval() -> None:
-    value, cluster = np.array([1.0, 3.0, 5.0]), np.array([0, 0, 1])
-    found = means(value, {"one prompt": cluster == 0, "both": cluster >= 0}, cluster)
-    assert found["one prompt"] == {"mean": 2.0, "low": None, "high": None}
-    assert found["both"]["low"] == pytest.approx(2.0)
-    assert found["both"]["high"] == pytest.approx(5.0)
+def test_fewer_than_three_prompts_have_no_interval() -> None:
+    """Two prompts have three draws, and a chance agreement of the two would pass for certainty."""
+    value, cluster = np.array([1.0, 3.0, 5.0, 8.0]), np.array([0, 0, 1, 2])
+    found = means(value, {"one": cluster == 0, "two": cluster < 2, "three": cluster >= 0}, cluster)
+    assert found["one"] == {"mean": 2.0, "low": None, "high": None}
+    assert found["two"] == {"mean": 3.0, "low": None, "high": None}
+    assert found["three"] == {"mean": 4.25, "low": 2.0, "high": 8.0}  # a prompt alone is drawn in 1 of 27
 
 
 def test_clustered_mean_and_interval() -> None:
-    """Clusters with means 0 and 1: the mean is 1/2; a draw of two clusters gives 0, 1/2 or 1 with 1/4, 1/2, 1/4."""
-    value, cluster = np.array([0.0, 0.0, 1.0, 1.0]), np.array([0, 0, 1, 1])
-    ratio_B = clustered([value], [np.ones(4)], cluster)[:, 0]
-    assert ratio_B[0] == 0.5
-    assert np.allclose([(ratio_B[1:] == x).mean() for x in (0.0, 0.5, 1.0)], [0.25, 0.5, 0.25], atol=0.04)
-    assert interval(ratio_B) == {"mean": 0.5, "low": 0.0, "high": 1.0}
+    """Clusters with means 0, 0 and 3: a draw of three gives 0, 1, 2 or 3 with 8, 12, 6 and 1 of 27."""
+    value, cluster = np.array([0.0, 0.0, 0.0, 3.0, 3.0]), np.array([0, 1, 1, 2, 2])
+    weight = np.array([1.0, 0.5, 0.5, 0.5, 0.5])
+    ratio_B = clustered([value * weight], [weight], cluster)[:, 0]
+    assert ratio_B[0] == 1.0
+    assert np.allclose([(ratio_B[1:] == x).mean() for x in range(4)], np.array([8, 12, 6, 1]) / 27, atol=0.03)
+    assert interval(ratio_B) == {"mean": 1.0, "low": 0.0, "high": 3.0}
 
 
 def test_means_by_set_and_joint_difference() -> None:
     """The second set is the first plus 1 in every cluster: means vary over draws, their difference does not."""
-    value = pd.Series([0.0, 1.0, 5.0, 6.0])
-    cluster, is_second = np.array([0, 0, 1, 1]), np.array([False, True, False, True])
-    found = means(value, {"first": ~is_second, "none": np.zeros(4, bool)}, cluster)
-    assert set(found) == {"first"} and found["first"]["mean"] == 2.5 and found["first"]["low"] == 0.0
+    value = pd.Series([0.0, 1.0, 5.0, 6.0, 10.0, 11.0])
+    cluster, is_second = np.array([0, 0, 1, 1, 2, 2]), np.array([False, True] * 3)
+    found = means(value, {"first": ~is_second, "none": np.zeros(6, bool)}, cluster)
+    assert set(found) == {"first"} and found["first"]["mean"] == 5.0 and found["first"]["low"] == 0.0
     assert mean_difference(value, is_second, ~is_second, cluster) == {"mean": 1.0, "low": 1.0, "high": 1.0}

@@ -35,6 +35,22 @@ def test_a_method_with_itself(run: Path) -> None:
     assert numbers["update"]["dapo"]["delta"]["positive"]["mean"] > numbers["update"]["dapo"]["delta"]["negative"]["mean"]
 
 
+def test_updates_and_figure_stay_beside_the_credits(run: Path) -> None:
+    """Numbers can be made again from the raw data, and other methods do not replace them."""
+    first = replay(run, 0, ["dapo", "psr"], apply=True)
+    second = replay(run, 0, ["dapo", "nsr"], apply=True)
+    assert first["folder"] != second["folder"]
+    for summary in (first, second):
+        folder = Path(summary["folder"])
+        assert {path.name for path in folder.iterdir()} == {"credits.parquet", "updates.parquet", "summary.json", "figure.html"}
+        table = pd.read_parquet(folder / "updates.parquet")
+        for label in summary["methods"]:
+            positive = table[table["sign"] > 0]
+            flips = (positive[f"change/{label}"] < 0).mean()
+            assert summary["numbers"]["update"][label]["flip"]["positive"]["mean"] == pytest.approx(flips, rel=1e-5)
+        assert table.groupby("rollout")["position"].agg(lambda p: list(p) == list(range(len(p)))).all()
+
+
 def test_credits_are_those_of_the_method(run: Path) -> None:
     summary = replay(run, 0, ["dapo", "top_entropy"])
     table = pd.read_parquet(Path(summary["folder"]) / "credits.parquet")

@@ -30,7 +30,8 @@ def probe(
     if json_:
         print(json.dumps(summary, indent=1))
         return
-    print(f"{name} of {run}, step {summary.get('step', summary.get('steps'))}")
+    rest = f", {summary['num_prompts']} prompts" if "num_prompts" in summary else ""
+    print(f"{name} of {run}, step {summary.get('step', summary.get('steps'))}{rest}")
     for line in lines_of(summary["numbers"]):
         print(line)
     print(

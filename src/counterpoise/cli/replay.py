@@ -30,4 +30,4 @@ def replay(
     print(f"step {step} of {run} under {len(method)} methods")
     for line in lines_of(summary["numbers"]):
         print(line)
-    print(f"credits, one row a token: {summary['folder']}/credits.parquet")
+    print(f"raw data, one row a token, and figure: {summary['folder']}")

@@ -83,6 +83,12 @@ def account(
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
     scores = scored(model, before, texts, head_response(model, steps), noise_floor)
     columns = step_columns(rows, loss, scores)
+    if scores.kl_NT is None:
+        notes.append("the model's head is not a plain linear layer: the table has no KL (no learning tax) and no own part.")
+    elif scores.own_NT is None and steps is not None:
+        notes.append(
+            "the model's head is not trained (adapters?): tokens have no own part through it, so own and coupling are empty."
+        )
     if is_batched is None:
         return Account(columns, notes)
     after = {name: p.detach() for name, p in live.items()}

@@ -12,6 +12,7 @@ import numpy as np
 
 DRAWS = 2000
 LEVEL = (2.5, 97.5)
+LEAST_CLUSTERS = 3
 
 Interval = dict[str, "float | None"]  # mean, low, high; None where the quantity is not defined
 
@@ -19,7 +20,7 @@ Interval = dict[str, "float | None"]  # mean, low, high; None where the quantity
 def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], cluster: np.ndarray, seed: int = 0) -> np.ndarray:
     """Ratios sum(value) / sum(weight) of K quantities: [1 + B, K], the estimate first, then draws with the clusters drawn jointly.
 
-    A quantity that lives in one cluster alone has draws of nan: they would all be the estimate, and say nothing about other clusters.
+    A quantity that lives in fewer than ``LEAST_CLUSTERS`` has draws of nan: there are too few to say anything about other clusters.
 
     >>> clustered([np.array([1.0, 1.0])], [np.array([1.0, 1.0])], np.array([0, 1]))[0].tolist()
     [1.0]
@@ -34,7 +35,7 @@ def clustered(values: Sequence[np.ndarray], weights: Sequence[np.ndarray], clust
     count_BC = np.concatenate([np.ones((1, num)), count_BC])
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio_BK = (count_BC @ total_CK) / (count_BC @ weight_CK)
-    ratio_BK[1:, (weight_CK != 0).sum(0) < 2] = np.nan
+    ratio_BK[1:, (weight_CK != 0).sum(0) < LEAST_CLUSTERS] = np.nan
     return ratio_BK
 
 

@@ -36,7 +36,7 @@ class Probe(NamedTuple):
         """Numbers and figure from the tables of one step or of several."""
         module = importlib.import_module(self.module)
         numbers = module.summarise(tables)
-        return write_summary(folder, facts, numbers, lambda: module.figure(numbers))
+        return write_summary(folder, facts | num_prompts(tables), numbers, lambda: module.figure(numbers))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,6 +118,12 @@ def pool(run_dir: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{run_dir}: probe {name} was not run at any step yet. Run it with --step first.")
     folder = run_dir / "probes" / name / "pooled"
     return chosen.summary(folder, {"probe": name, "steps": [step_of(path) for path in folders]}, pooled_tables(folders))
+
+
+def num_prompts(tables: dict[str, Any]) -> dict[str, int]:
+    """On how many prompts the intervals rest at most; nothing where no table tells prompts apart (negative numbers are no prompts)."""
+    found = [table["group"][table["group"] >= 0].nunique() for table in tables.values() if "group" in table]
+    return {"num_prompts": int(max(found))} if found else {}
 
 
 def probe_of(name: str) -> Probe:

@@ -5,6 +5,8 @@ Axes as in ``types``; K methods.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -16,16 +18,18 @@ import torch
 import yaml
 from scipy.stats import spearmanr
 
-from counterpoise.files import write_json, write_table
+from counterpoise.files import write_table
 from counterpoise.methods import Method
 from counterpoise.presets import method as make_method
-from counterpoise.probes.intervals import means
+from counterpoise.probes.intervals import error_bars, means
+from counterpoise.probes.output import Drawing, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import tried
 from counterpoise.rollouts import load_model
-from counterpoise.schema import SCHEMA_VERSION
 from counterpoise.trainer.collect import measured
 from counterpoise.types import Credit, TokenBatch
+
+LONGEST = 100  # letters of a folder's name
 
 
 class Assigned(NamedTuple):
@@ -44,24 +48,36 @@ def replay(run_dir: Path, step: int, specs: Sequence[str], *, apply: bool = Fals
         specs: names of methods, or YAML mappings with ``name`` and axes: ``{name: dapo, plan: query_preserved}``.
         apply: try each method's update on the rows of the run's first optimizer step, all from one snapshot.
 
-    Returns a summary, also in ``RUN/probes/replay/step_N/summary.json``; credits are in ``credits.parquet`` beside it.
+    Returns a summary, also in ``RUN/probes/replay/step_N/<methods>/summary.json``; beside it a figure, ``credits.parquet`` and, with ``apply``,
+    ``updates.parquet``.
     """
     named = dict(map(named_method, specs))
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
     scene = open_scene(run_dir, step)
     assigned = {label: assign(scene, made) for label, made in named.items()}
-    folder = run_dir / "probes" / "replay" / f"step_{step:06d}"
+    folder = run_dir / "probes" / "replay" / f"step_{step:06d}" / folder_name(list(named))
     columns = credit_columns(scene, assigned)
     numbers: dict[str, Any] = {"credit": {label: credit_numbers(one) for label, one in assigned.items()}}
     numbers["rank_correlation"] = correlations({label: columns[f"credit/{label}"] for label in named})
     if apply:
-        deltas, numbers["update"] = updates(scene, assigned)
-        numbers["rank_correlation_of_updates"] = correlations(deltas)
+        table = updates(scene, assigned)
+        write_table(folder / "updates.parquet", {name: table[name].to_numpy() for name in table})
+        numbers["update"] = {label: update_numbers(table, label) for label in named}
+        numbers["rank_correlation_of_updates"] = correlations({label: table[f"delta/{label}"].to_numpy() for label in named})
     write_table(folder / "credits.parquet", columns)
-    summary = {"schema_version": SCHEMA_VERSION, "probe": "replay", "step": step, "methods": list(named), "numbers": numbers}
-    write_json(folder / "summary.json", summary)
-    return {**summary, "folder": str(folder)}
+    facts = {"probe": "replay", "step": step, "methods": list(named)}
+    return write_summary(folder, facts, numbers, lambda: figure(numbers))
+
+
+def folder_name(specs: list[str]) -> str:
+    """Methods as the name of a folder; one that would be too long ends with a hash of the rest.
+
+    >>> folder_name(["dapo", "{name: dapo, credit: [top_entropy]}"])
+    'dapo+name_dapo_credit_top_entropy'
+    """
+    name = "+".join(re.sub(r"[^A-Za-z0-9.]+", "_", spec).strip("_") for spec in specs)
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def named_method(spec: str) -> tuple[str, Method]:
@@ -123,17 +139,45 @@ def correlations(columns: dict[str, np.ndarray]) -> dict[str, float | None]:
     return out
 
 
-def updates(scene: Scene, assigned: dict[str, Assigned]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Each method's update of the same rows from the same snapshot; signs are those of the run's own advantages."""
-    deltas, numbers, row_R = {}, {}, scene.plan.steps[0]
-    sign_R1 = scene.credit.advantage_N[row_R].sign()[:, None]
+def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
+    """Each method's update of the same rows from the same snapshot, one row a token; signs are those of the run's own advantages."""
+    row_R = scene.plan.steps[0]
+    columns: dict[str, torch.Tensor] = {
+        "group": scene.collected.batch.group_N[row_R][:, None],
+        "rollout": row_R[:, None],
+        "position": torch.arange(scene.collected.batch.mask_NT.shape[1], device=row_R.device)[None],
+        "sign": scene.credit.advantage_N[row_R].sign()[:, None],
+    }
     for label, one in assigned.items():
-        rows = one.method.rows(one.batch, one.credit, row_R)
-        change = tried(scene, rows, method=one.method)
-        flat = {"delta": change.delta_RT, "sign": sign_R1, "change": change.sign_RT, "group": rows.group_N[:, None]}
-        table = pd.DataFrame({name: value.expand_as(rows.mask_NT)[rows.mask_NT].cpu().numpy() for name, value in flat.items()})
-        sides = {"positive": table["sign"] > 0, "negative": table["sign"] < 0}
-        flip = (table["sign"] * table["change"] < 0).astype(float)
-        deltas[label] = table["delta"].to_numpy()
-        numbers[label] = {"delta": means(table["delta"], sides, table["group"]), "flip": means(flip, sides, table["group"])}
-    return deltas, numbers
+        change = tried(scene, one.method.rows(one.batch, one.credit, row_R), method=one.method)
+        columns |= {f"delta/{label}": change.delta_RT, f"change/{label}": change.sign_RT}
+    mask_RT = scene.collected.batch.mask_NT[row_R]
+    return pd.DataFrame({name: value.expand_as(mask_RT)[mask_RT].cpu().numpy() for name, value in columns.items()})
+
+
+def update_numbers(table: pd.DataFrame, label: str) -> dict[str, Any]:
+    """Mean change of the log-prob by sign, and flips."""
+    sides = {"positive": table["sign"] > 0, "negative": table["sign"] < 0}
+    flip = (table["sign"] * table[f"change/{label}"] < 0).astype(float)
+    return {"delta": means(table[f"delta/{label}"], sides, table["group"]), "flip": means(flip, sides, table["group"])}
+
+
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Left: mean credit by sign of each method. Right: flips of its update by sign, where it was tried."""
+    from plotly.subplots import make_subplots
+
+    tried_ones = numbers.get("update", {})
+    titles = ("mean credit of a token", *(("tokens that its update moves against their advantage",) if tried_ones else ()))
+    out = make_subplots(1, len(titles), subplot_titles=titles, horizontal_spacing=0.12)
+    labels = list(numbers["credit"])
+    for side, colour in (("positive", "#0072B2"), ("negative", "#D55E00")):
+        mass = [numbers["credit"][label][f"mean_{side}"] for label in labels]
+        out.add_bar(x=labels, y=mass, name=f"{side} credit", marker_color=colour, row=1, col=1)
+        if tried_ones:
+            flips = [tried_ones[label]["flip"].get(side, {"mean": None, "low": None, "high": None}) for label in labels]
+            name, bars = f"{side} rollouts", error_bars(flips)
+            y = [one["mean"] for one in flips]
+            out.add_bar(x=labels, y=y, error_y=bars, name=name, marker={"color": colour, "opacity": 0.6}, row=1, col=2)
+    out.update_layout(title="One batch under several methods", barmode="group")
+    out.update_yaxes(title="advantage x weight", row=1, col=1)
+    return out.update_yaxes(title="share", rangemode="tozero", row=1, col=2) if tried_ones else out

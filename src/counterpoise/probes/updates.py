@@ -52,7 +52,8 @@ def tried(scene: Scene, rows: Rows, enters_RT: Tensor | None = None, *, memory: 
     if enters_RT is not None:
         if not bool((enters_RT & rows.mask_NT).any()):
             raise ValueError(
-                f"probe: no token of step {scene.step} is in this class, so there is no update to try. Choose another step."
+                f"probe: no token of step {scene.step} has the advantage that this update is made of (all rollouts of its prompts "
+                "earned the same?). Choose another step."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
     saved, before = snapshot(model, optimizer), copied(trainable(model))
