@@ -372,7 +372,7 @@ def test_out_of_memory_costs_the_batch_its_account_and_not_the_run(tmp_path, cap
     unseen = run(tmp_path, "unseen", ledger={"every": 0})
     assert [path.name for path in sorted((seen / "tokens").iterdir())] == ["step_000000.parquet", "step_000002.parquet"]
     (said,) = [record.getMessage() for record in caplog.records if "no memory to account" in record.getMessage()]
-    assert "Lower optimizer.token_budget" in said
+    assert "Lower the token budget (optimizer.token_budget of a recipe)" in said
     assert without_ledger(seen) == without_ledger(unseen)
     assert len(calls) == 5
 

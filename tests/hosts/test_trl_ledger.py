@@ -6,8 +6,10 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+from counterpoise.ledger import book
 from counterpoise.report.folder import open_run
 from counterpoise.schema import TOKEN_COLUMNS
 from hosts import trl_tiny
@@ -46,6 +48,26 @@ def test_training_with_the_ledger_is_training_without_it(tmp_path):
     watched = trl_tiny.ours(tmp_path / "with", args=args | {"ledger_every": 1, "ledger_decompose": ["sign", "category"]})
     watched.train()
     trl_tiny.assert_identical(trl_tiny.weights(watched), trl_tiny.weights(without))
+
+
+def test_out_of_memory_costs_a_generation_its_account_and_not_the_run(tmp_path, monkeypatch):
+    """The first generation's account fails: no table, its other numbers are there, the second generation has both."""
+    calls = []
+
+    def account(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*args, **kwargs)
+
+    real = book.account
+    monkeypatch.setattr(book, "account", account)
+    trl_tiny.ours(tmp_path, args=SGD | {"method": "dapo", "max_steps": 8}).train()
+    folder = tmp_path / "counterpoise"
+    assert [path.name for path in (folder / "tokens").iterdir()] == ["step_000001.parquet"]
+    first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    assert "reward/mean" in first and "ledger/flip/all" not in first
+    assert "ledger/flip/all" in second
 
 
 def test_files_and_metrics(tmp_path):

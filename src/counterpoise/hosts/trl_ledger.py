@@ -22,7 +22,7 @@ from counterpoise.hosts.trl_folder import create_folder, rollout_table
 from counterpoise.hosts.trl_method import Setup
 from counterpoise.hosts.trl_scoring import recorded
 from counterpoise.hosts.trl_split import num_steps
-from counterpoise.ledger import Book, Settings, residuals
+from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.numerics import masked_mean
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
@@ -107,16 +107,18 @@ class Ledger(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_open:
             self._watch.close()
-            if self.book is not None:
-                self.book.before()
+            with within_memory(self.book, self._give_up):
+                if self.book is not None:
+                    self.book.before()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._is_open:
             return
         row_R, coef_NT, ratio_NT = self._gathered()
-        if self.book is not None:
-            rows = self.made.method.rows(self._batch, self._credit, row_R)
-            self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
+        with within_memory(self.book, self._give_up):
+            if self.book is not None:
+                rows = self.made.method.rows(self._batch, self._credit, row_R)
+                self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
         self._parts, self._num_done = [], self._num_done + 1
         if self._num_done == num_steps(self.trainer):
             self.close()
@@ -124,19 +126,27 @@ class Ledger(TrainerCallback):
     def close(self) -> None:
         """Write the token table and the numbers."""
         self._is_open = False
-        if self.book is None:
+        if not self.trainer.accelerator.is_main_process:
             return
-        write_table(step_file(self.folder, "tokens", self._generation, ".parquet"), self.book.table(self._generation))
-        found = {f"ledger/{name}": value for name, value in self.book.summary().items()}
-        for name, value in found.items():
-            self.trainer._metrics["train"][name].append(value)
-        for note in self.book.notes:
-            log.warning("ledger: %s", note)
+        found = {} if self.book is None else self._numbers(self.book)
         batch, more = self._batch, {}
         if batch.entropy_NT is not None:
             more = {"entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT))}
         self._append(self._generation, batch.reward_N, batch.length_N, {**more, **self._metrics, **found})
         self.book = None
+
+    def _numbers(self, book: Book) -> dict[str, float]:
+        write_table(step_file(self.folder, "tokens", self._generation, ".parquet"), book.table(self._generation))
+        found = {f"ledger/{name}": value for name, value in book.summary().items()}
+        for name, value in found.items():
+            self.trainer._metrics["train"][name].append(value)
+        for note in book.notes:
+            log.warning("ledger: %s", note)
+        return found
+
+    def _give_up(self, why: str) -> None:
+        self.book = None
+        log.warning("ledger: %s", why)
 
     def skim(self, generation: int, output: dict[str, Any], metrics: dict[str, float]) -> None:
         """A generation that is not accounted for: its numbers alone, so that curves of the run folder have no holes."""

@@ -1,7 +1,7 @@
 """The ledger: what an update did to every token, and why."""
 
 from counterpoise.ledger.account import Account, account
-from counterpoise.ledger.book import Book, Settings
+from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.categories import CATEGORIES, categories, load_categories
 from counterpoise.ledger.changes import cancellation, change_sign, is_flip
 from counterpoise.ledger.classes import DECOMPOSITIONS, Facts, token_classes
@@ -61,4 +61,5 @@ __all__ = [
     "snapshot",
     "token_classes",
     "trainable",
+    "within_memory",
 ]

@@ -12,8 +12,8 @@ Axes as in ``types``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -171,6 +171,21 @@ class Book:
         value_RT = value_RT if value_RT.is_floating_point() else value_RT.to(torch.float32)
         column = self.columns.setdefault(name, value_RT.new_full(self.batch.mask_NT.shape, torch.nan))
         column[row_R.cpu()] = value_RT
+
+
+@contextmanager
+def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator[None]:
+    """Out of memory, the block's account is given up, with a line that says so: an observer must not end a run that fits without it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if book is not None:
+            book.let_go()
+        torch.cuda.empty_cache()
+        give_up(
+            "no memory to account for a batch: it has no table. Lower the token budget (optimizer.token_budget of a recipe), "
+            "or take fewer classes in ledger.decompose."
+        )
 
 
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.files import step_file, write_table
-from counterpoise.ledger import Book, Settings, drift, filled, jitter, load_categories
+from counterpoise.ledger import Book, Settings, drift, filled, jitter, load_categories, within_memory
 from counterpoise.numerics import masked_mean
 from counterpoise.rollouts import Policy, measure
 from counterpoise.trainer.checkpoint import LoopState
@@ -74,13 +74,13 @@ class Observer:
             self._book = Book(policy.model, optimizer, collected.batch, collected.prompt_ids, credit, self._texts, how)
 
     def before(self) -> None:
-        with self._within_memory():
+        with within_memory(self._book, self._give_up):
             if self._book is not None:
                 self._book.before()
 
     def after(self, update: Update) -> None:
         self._grad_norms.append(update.grad_norm)
-        with self._within_memory():
+        with within_memory(self._book, self._give_up):
             if self._book is not None:
                 self._book.after(update.rows, update.loss, update.clip_factor)
 
@@ -89,29 +89,16 @@ class Observer:
         self._fill_bank()
         if self._book is not None:
             write_table(step_file(self.run_dir, "tokens", self.step, ".parquet"), self._book.table(self.step))
-            self.metrics |= self._book.summary() | self._cumulative(self._book.taxes)
+            self.metrics |= self._book.summary() | self._cumulative(self._book.taxes) | self._drift()
             for note in self._book.notes:
                 self._say(note)
-            with self._within_memory():
-                self.metrics |= self._drift()
         found, self.state["jitter"] = jitter(self.state.get("jitter"), self._series())
         self.metrics |= {f"jitter/{name}": value for name, value in found.items()}
         self.metrics = {f"ledger/{name}": value for name, value in self.metrics.items()}
 
-    @contextmanager
-    def _within_memory(self) -> Iterator[None]:
-        """An observer must not end a run that fits without it: out of memory, this batch goes without an account."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            if self._book is not None:
-                self._book.let_go()
-            self._book = None
-            torch.cuda.empty_cache()
-            self._say(
-                "no memory to account for a batch: it has no table. Lower optimizer.token_budget "
-                f"(now {self.config.token_budget}), or take fewer classes in ledger.decompose."
-            )
+    def _give_up(self, why: str) -> None:
+        self._book = None
+        self._say(why)
 
     def _series(self) -> dict[str, float]:
         batch = self.collected.batch
@@ -152,7 +139,10 @@ class Observer:
         width = max(len(ids) for ids in solutions)
         ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
         mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions], device=device)
-        settings = {"temperature": self.config.rollouts.temperature, "token_budget": self.config.token_budget}
+        settings = {
+            "temperature": self.config.rollouts.temperature,
+            "token_budget": budget_that_fits(self.policy.model, self.config),
+        }
         found = measure(self.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)
         return found["trainer_logp_NT"].sum(1)
 
