@@ -221,6 +221,9 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     pq.write_table(pq.read_table(tmp_path / "r.parquet").drop_columns("inference_logprobs"), tmp_path / "r.parquet")
     with pytest.raises(ValueError, match="r.parquet: no column 'inference_logprobs'. Take the file as counterpoise train wrote it"):
         read_rollouts(tmp_path / "r.parquet")
+    (tmp_path / "r.parquet").write_bytes((tmp_path / "r.parquet").read_bytes()[:200])
+    with pytest.raises(ValueError, match="r.parquet is not a parquet file .* choose another step"):
+        read_rollouts(tmp_path / "r.parquet")
 
 
 def test_optimizer_state_survives_bit_for_bit(scene, tmp_path):

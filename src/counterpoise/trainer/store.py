@@ -52,8 +52,12 @@ def write_rollouts(path: Path, step: int, collected: Collected, credit: Credit) 
 def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
     """The rollout batch of a step again, as it was when it was sampled and graded (columns that were measured are left out)."""
     import pyarrow.parquet as pq
+    from pyarrow import ArrowInvalid
 
-    table = pq.read_table(path)
+    try:
+        table = pq.read_table(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file ({error}). It is cut off or was replaced: choose another step.") from None
     version = (table.schema.metadata or {}).get(b"counterpoise_schema", b"").decode()
     if version != str(SCHEMA_VERSION):
         raise ValueError(
