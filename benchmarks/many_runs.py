@@ -76,6 +76,8 @@ def trained(recipe: str, settings: Mapping[str, Any], run_dir: Path, closing: in
     try:
         config = load_config(recipe, overrides)
         result = train(config, fresh=True)
+        if not result.is_finished:
+            return f"stopped after step {result.step}"
         if closing:
             close(config, run_dir, closing)
     except Exception as error:  # one run that fails must not cost the others

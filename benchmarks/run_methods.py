@@ -206,7 +206,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time, one thread each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=float, default=math.inf, help="begin no run after so many seconds")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in args.methods:
+        cp.method(name)  # an unknown one is an error that names the nearest
+    if args.baseline not in args.methods:
+        parser.error(
+            f"--baseline {args.baseline}: not among the methods. Add it to --methods or choose one of {', '.join(args.methods)}."
+        )
+    return args
 
 
 if __name__ == "__main__":
