@@ -31,12 +31,12 @@ test-browser: setup
 
 # inside TRL: slower, several processes
 test-hosts: setup
-	$(PY) -m pytest tests/hosts -n 2 --dist loadfile
+	$(PY) -m pytest tests/hosts/trl -n 2 --dist loadfile
 
 # verl needs an environment of its own (its transformers pin is older than ours)
 test-verl: setup
 	bash scripts/make_verl_env.sh $(PY) .venv-verl
-	PYTHONPATH= .venv-verl/bin/python -m pytest tests/test_parity_verl.py tests/hosts_verl -p no:cacheprovider
+	PYTHONPATH= .venv-verl/bin/python -m pytest tests/catalogue/test_parity_verl.py tests/hosts/verl -p no:cacheprovider
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -1,11 +1,16 @@
-"""What the ledger costs: time as a multiple of the training step it explains, by stage; growth with tokens; peak memory; the head kernel.
+"""What the ledger costs: time as a multiple of the training step it explains, by stage; growth with
+tokens; peak memory; the head kernel.
 
-    python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32] [--repeats 3] [--axes sign] [--json PATH]
+    python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32]
+    [--repeats 3] [--axes sign] [--json PATH]
 
-A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is ledger / step, ``update`` ledger / optimizer
-steps alone, ``slowdown`` what ``every: 10`` adds to a run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and
-numbers. ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the peak with and without the
-ledger: of the accelerator where there is one, else of two processes. On a machine that does other work meanwhile, ``--cpu-time`` counts
+A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is
+ledger / step, ``update`` ledger / optimizer steps alone, ``slowdown`` what ``every: 10`` adds to a
+run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers.
+``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
+peak with and without the
+ledger: of the accelerator where there is one, else of two processes. On a machine that does other
+    work meanwhile, ``--cpu-time`` counts
 processor time.
 """
 
@@ -29,26 +34,27 @@ from typing import Any, NamedTuple
 import torch
 from machine import device_name, peak
 
-from counterpoise.ledger import coupling_table, head_kernel
-from counterpoise.presets import method as make_method
+from counterpoise.catalogue.presets import method as make_method
+from counterpoise.ledger import coupling_table
+from counterpoise.ledger.calculus.head_kernel import head_kernel
+from counterpoise.ledger.recorder import observe
+from counterpoise.run.checkpoint import LoopState
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.checkpoint import LoopState
 from counterpoise.trainer.collect import collect, measured
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy
-from counterpoise.trainer.observe import observe
 from counterpoise.trainer.update import adamw, take_step
 
 KERNEL_SIZES = (4096, 49152, 576)  # tokens, vocabulary, hidden size: those of SmolLM2-135M
 # what is timed by itself: stage -> (module, function)
 STAGES = {
     "scores before and after": ("counterpoise.ledger.account", "scored"),
-    "gradients by class": ("counterpoise.ledger.decompose", "class_gradients"),
-    "forward mode": ("counterpoise.ledger.decompose", "change_along"),
+    "gradients by class": ("counterpoise.ledger.calculus.decompose", "class_gradients"),
+    "forward mode": ("counterpoise.ledger.calculus.decompose", "change_along"),
     "residuals": ("counterpoise.ledger.book", "residuals"),
     "sharing": ("counterpoise.ledger.book", "sharing"),
     "token table": ("counterpoise.ledger.book", "token_table"),
-    "parquet": ("counterpoise.trainer.observe", "write_table"),
+    "parquet": ("counterpoise.ledger.recorder", "write_table"),
     "numbers": ("counterpoise.ledger.book", "summary"),
 }
 
@@ -75,31 +81,46 @@ class Bench(NamedTuple):
     clock: Callable[[], float]
 
     def batches(self, axes: list[str], prompts: int, repeats: int) -> list[Cost]:
-        """The same rollout batch ``repeats`` times after one warm-up, trained on and accounted for; without axes, trained on alone."""
+        """The same rollout batch ``repeats`` times after one warm-up, trained on and accounted for;
+        without axes, trained on alone.
+        """
         config = self.config.model_copy(
             update={
                 "rollouts": self.config.rollouts.model_copy(update={"prompts": prompts}),
-                "ledger": self.config.ledger.model_copy(update={"every": 1 if axes else 0, "decompose": axes}),
+                "ledger": self.config.ledger.model_copy(
+                    update={"every": 1 if axes else 0, "decompose": axes}
+                ),
             }
         )
         method, task = make_method(**config.method), make_task(**config.task)
         optimizer = adamw(self.policy.model, config.optimizer)
         with tempfile.TemporaryDirectory() as folder:
-            return [self.batch(config, method, task, optimizer, Path(folder)) for _ in range(repeats + 1)][1:]
+            return [
+                self.batch(config, method, task, optimizer, Path(folder))
+                for _ in range(repeats + 1)
+            ][1:]
 
-    def batch(self, config: Config, method: Any, task: Any, optimizer: torch.optim.Optimizer, folder: Path) -> Cost:
+    def batch(
+        self, config: Config, method: Any, task: Any, optimizer: torch.optim.Optimizer, folder: Path
+    ) -> Cost:
         start = self.clock()
-        collected = measured(self.policy, method, config, collect(self.policy, task, method, config, 0, 0), None)
+        collected = measured(
+            self.policy, method, config, collect(self.policy, task, method, config, 0, 0), None
+        )
         credit = method.assign(collected.batch)
         plan = method.plan(collected.batch, config.optimizer.steps_per_batch)
         sample_s, update_s, began = self.clock() - start, 0.0, self.clock()
         with timed_stages(self.clock) as stages:
-            with observe(folder, self.policy, optimizer, collected, credit, config, LoopState()) as ledger:
+            with observe(
+                folder, self.policy, optimizer, collected, credit, config, LoopState()
+            ) as ledger:
                 for row_R in plan:
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
                     start = self.clock()
-                    update = take_step(self.policy.model, optimizer, method, rows, collected, config)
+                    update = take_step(
+                        self.policy.model, optimizer, method, rows, collected, config
+                    )
                     update_s += self.clock() - start
                     ledger.after(update)
             ledger_s = self.clock() - began - update_s
@@ -143,7 +164,11 @@ def main() -> None:
         return
     out: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": {"device": device_name(), "cpu": platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {
+            "device": device_name(),
+            "cpu": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
         "torch": torch.__version__,
         "clock": "processor time" if args.cpu_time else "wall",
         "command": ["python", "benchmarks/bench_ledger.py", *sys.argv[1:]],
@@ -159,24 +184,50 @@ def main() -> None:
 def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
     found = bench.batches(axes, bench.config.rollouts.prompts, repeats)
     names = ("step_s", "sample_s", "update_s", "ledger_s")
-    row: dict[str, Any] = {name: statistics.median(getattr(cost, name) for cost in found) for name in names}
+    row: dict[str, Any] = {
+        name: statistics.median(getattr(cost, name) for cost in found) for name in names
+    }
     stages = {name: statistics.median(cost.stages[name] for cost in found) for name in STAGES}
     stages["other"] = row["ledger_s"] - sum(stages.values())
     row |= {"ratio": row["ledger_s"] / row["step_s"], "update": row["ledger_s"] / row["update_s"]}
     print(
-        f"{'+'.join(axes):<14} step {row['step_s']:6.2f} s (updates {row['update_s']:.2f} s)  ledger {row['ledger_s']:6.2f} s  ratio "
-        f"{row['ratio']:.2f}  update {row['update']:.2f}  slowdown at every: 10 {row['ratio'] / 10:.0%}  {found[-1].num_tokens} tokens"
+        f"{'+'.join(axes):<14} step {row['step_s']:6.2f} s (updates {row['update_s']:.2f} s) "
+        f" ledger {row['ledger_s']:6.2f} s  ratio {row['ratio']:.2f}  update {row['update']:.2f} "
+        f" slowdown at every: 10 {row['ratio'] / 10:.0%}  {found[-1].num_tokens} tokens"
     )
-    print("".join(f"    {name:<26}{seconds:7.2f} s\n" for name, seconds in stages.items()), end="", flush=True)
-    return {"axes": axes, **row, "slowdown": row["ratio"] / 10, "num_tokens": found[-1].num_tokens, "stages": stages}
+    print(
+        "".join(f"    {name:<26}{seconds:7.2f} s\n" for name, seconds in stages.items()),
+        end="",
+        flush=True,
+    )
+    return {
+        "axes": axes,
+        **row,
+        "slowdown": row["ratio"] / 10,
+        "num_tokens": found[-1].num_tokens,
+        "stages": stages,
+    }
 
 
 def growth(bench: Bench, repeats: int) -> dict[str, float]:
     prompts = bench.config.rollouts.prompts
-    small, large = (bench.batches(["sign"], num, repeats) for num in (max(1, prompts // 4), prompts))
-    quarter, whole = (1e6 * statistics.median(cost.ledger_s / cost.num_tokens for cost in found) for found in (small, large))
-    print(f"growth         {whole / quarter:.2f} (1 is linear): {quarter:.0f} -> {whole:.0f} us a token", flush=True)
-    return {"ledger_us_per_token_quarter": quarter, "ledger_us_per_token": whole, "growth": whole / quarter}
+    small, large = (
+        bench.batches(["sign"], num, repeats) for num in (max(1, prompts // 4), prompts)
+    )
+    quarter, whole = (
+        1e6 * statistics.median(cost.ledger_s / cost.num_tokens for cost in found)
+        for found in (small, large)
+    )
+    print(
+        f"growth         {whole / quarter:.2f} (1 is linear): {quarter:.0f} -> {whole:.0f} us a"
+        " token",
+        flush=True,
+    )
+    return {
+        "ledger_us_per_token_quarter": quarter,
+        "ledger_us_per_token": whole,
+        "growth": whole / quarter,
+    }
 
 
 def memory_here(bench: Bench) -> dict[str, float]:
@@ -196,7 +247,11 @@ def memory_of_processes() -> dict[str, float]:
     found = {}
     for name, axes in (("train", ""), ("ledger", "sign")):
         command = [sys.executable, __file__, *sys.argv[1:], "--memory", axes]
-        done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1])
+        done = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            .stdout.strip()
+            .splitlines()[-1]
+        )
         found |= {"base": done["base"], name: done["peak"]}
     return told_memory(**found)
 
@@ -206,8 +261,9 @@ def told_memory(base: int, train: int, ledger: int) -> dict[str, float]:
     found = {"base_mib": base / 2**20, "train_mib": train / 2**20, "ledger_mib": ledger / 2**20}
     found |= {"ratio": ledger / train, "above": (ledger - base) / (train - base)}
     print(
-        f"memory         peak {train / 2**20:.0f} MiB without, {ledger / 2**20:.0f} MiB with: {found['ratio']:.2f} "
-        f"({found['above']:.2f} above the {base / 2**20:.0f} MiB before the first batch)",
+        f"memory         peak {train / 2**20:.0f} MiB without, {ledger / 2**20:.0f} MiB with:"
+        f" {found['ratio']:.2f} ({found['above']:.2f} above the {base / 2**20:.0f} MiB before the"
+        " first batch)",
         flush=True,
     )
     return found
@@ -228,7 +284,10 @@ def kernel(sizes: list[int], clock: Callable[[], float]) -> dict[str, float]:
     coupling_table(found, target_M, target_M % 32, target_M % 2)
     seconds, extra = clock() - began, peak() - before
     dense, what = 4 * num * num * vocabulary, f"{num} tokens x {vocabulary} x {width}"
-    print(f"head kernel    {what}: {seconds:.1f} s, {extra / 2**20:.0f} MiB more ([n, n, V] would be {dense / 2**40:.1f} TiB)")
+    print(
+        f"head kernel    {what}: {seconds:.1f} s, {extra / 2**20:.0f} MiB more ([n, n, V] would be"
+        f" {dense / 2**40:.1f} TiB)"
+    )
     return {"seconds": seconds, "extra_mib": extra / 2**20, "dense_mib": dense / 2**20}
 
 
@@ -242,13 +301,27 @@ def clock_of(args: argparse.Namespace) -> Callable[[], float]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="recipes/demo.yaml")
-    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe (repeatable)")
+    parser.add_argument(
+        "--set", action="append", default=[], help="override a key of the recipe (repeatable)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--axes", nargs="+", default=["sign", "sign+category"], help="decompositions to time")
-    parser.add_argument("--kernel", type=int, nargs=3, default=KERNEL_SIZES, metavar=("TOKENS", "VOCABULARY", "HIDDEN"))
-    parser.add_argument("--cpu-time", action="store_true", help="count processor time instead of time on the wall")
+    parser.add_argument(
+        "--axes", nargs="+", default=["sign", "sign+category"], help="decompositions to time"
+    )
+    parser.add_argument(
+        "--kernel",
+        type=int,
+        nargs=3,
+        default=KERNEL_SIZES,
+        metavar=("TOKENS", "VOCABULARY", "HIDDEN"),
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count processor time instead of time on the wall"
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     return parser.parse_args()

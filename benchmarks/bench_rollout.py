@@ -1,11 +1,13 @@
-"""Sampling speed: our engine, our generic path, ``generate`` with a dynamic cache or a static one and torch.compile, vLLM if installed.
+"""Sampling speed: our engine, our generic path, ``generate`` with a dynamic cache or a static one
+and torch.compile, vLLM if installed.
 
     python benchmarks/bench_rollout.py --model bundled --rows 256
     python benchmarks/bench_rollout.py --model smollm2 --rows 512 2048 --dtype bfloat16 --compile
 
-Ratios within one run: medians of several repetitions after a warm-up, everybody samples the same number of tokens (stop tokens are off).
-``--first-token`` also times a fresh process from its start to its first token (model on disk, kernels compiled before or not).
-"""
+Ratios within one run: medians of several repetitions after a warm-up, everybody samples the same
+number of tokens (stop tokens are off).
+``--first-token`` also times a fresh process from its start to its first token (model on disk,
+kernels compiled before or not)."""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from collections.abc import Callable
 
 import torch
 
-from counterpoise.rollouts import load_model, sample
+from counterpoise.policy import load_model
+from counterpoise.sampling import sample
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--rows", type=int, nargs="+", default=[256])
     parser.add_argument("--prompt-tokens", type=int, default=100)
@@ -34,10 +39,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--compile", action="store_true", help="also generate with a static cache and torch.compile (slow to start)"
+        "--compile",
+        action="store_true",
+        help="also generate with a static cache and torch.compile (slow to start)",
     )
     parser.add_argument("--only", nargs="+", help="contestants to run; default: all")
-    parser.add_argument("--first-token", action="store_true", help="also time a fresh process up to its first token")
+    parser.add_argument(
+        "--first-token", action="store_true", help="also time a fresh process up to its first token"
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -48,20 +57,36 @@ def main() -> None:
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=device).model.eval()
     out = []
     for rows in args.rows:
-        prompt_ids = torch.randint(5, model.config.vocab_size, (rows // args.group_size, args.prompt_tokens)).tolist()
+        prompt_ids = torch.randint(
+            5, model.config.vocab_size, (rows // args.group_size, args.prompt_tokens)
+        ).tolist()
         for name, run in contestants(model, prompt_ids, args).items():
             if args.only and name not in args.only:
                 continue
             first = timed(run)
             seconds = statistics.median(timed(run) for _ in range(args.repeats))
             speed = rows * args.new_tokens / seconds
-            out.append({"rows": rows, "name": name, "tokens_per_s": round(speed), "first_call_s": round(first, 2)})
-            print(f"{rows:>5} rows  {name:<18} {speed:>10,.0f} tokens/s   first call {first:.1f} s", flush=True)
+            out.append(
+                {
+                    "rows": rows,
+                    "name": name,
+                    "tokens_per_s": round(speed),
+                    "first_call_s": round(first, 2),
+                }
+            )
+            print(
+                f"{rows:>5} rows  {name:<18} {speed:>10,.0f} tokens/s   first call {first:.1f} s",
+                flush=True,
+            )
         here = [o for o in out if o["rows"] == rows]
         for base in (o for o in here if o["name"] == "generate"):
             for o in here:
                 o["ratio_to_generate"] = round(o["tokens_per_s"] / base["tokens_per_s"], 2)
-            print("      ratio to generate:", {o["name"]: o["ratio_to_generate"] for o in here}, flush=True)
+            print(
+                "      ratio to generate:",
+                {o["name"]: o["ratio_to_generate"] for o in here},
+                flush=True,
+            )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     facts = {
         "device": name,
@@ -79,24 +104,46 @@ def one_token(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=device).model.eval()
     ids = [list(range(5, 5 + args.prompt_tokens))] * (args.rows[0] // args.group_size)
-    sample(model, ids, group_size=args.group_size, max_new_tokens=1, stop_ids=[-1], seed=0, max_rows=1 << 30).token_ids_NT.tolist()
+    sample(
+        model,
+        ids,
+        group_size=args.group_size,
+        max_new_tokens=1,
+        stop_ids=[-1],
+        seed=0,
+        max_rows=1 << 30,
+    ).token_ids_NT.tolist()
 
 
 def since_start() -> float:
-    """Seconds from the start of a process to the first token of every row, the median of three processes."""
+    """Seconds from the start of a process to the first token of every row, the median of three
+    processes.
+    """
     found = []
     for _ in range(3):
         began = time.perf_counter()
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child"], check=True)
         found.append(round(time.perf_counter() - began, 2))
-    print("from process start to first token", *(f"{seconds:.1f} s" for seconds in found), flush=True)
+    print(
+        "from process start to first token", *(f"{seconds:.1f} s" for seconds in found), flush=True
+    )
     return statistics.median(found)
 
 
-def contestants(model, prompt_ids: list[list[int]], args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+def contestants(
+    model, prompt_ids: list[list[int]], args: argparse.Namespace
+) -> dict[str, Callable[[], object]]:
     """What is compared; every one draws from the untruncated distribution at temperature 1."""
-    ours = dict(group_size=args.group_size, max_new_tokens=args.new_tokens, stop_ids=[-1], seed=0, max_rows=1 << 30)
-    whole = torch.tensor([prompt for prompt in prompt_ids for _ in range(args.group_size)], device=model.device)
+    ours = dict(
+        group_size=args.group_size,
+        max_new_tokens=args.new_tokens,
+        stop_ids=[-1],
+        seed=0,
+        max_rows=1 << 30,
+    )
+    whole = torch.tensor(
+        [prompt for prompt in prompt_ids for _ in range(args.group_size)], device=model.device
+    )
     theirs = dict(
         attention_mask=torch.ones_like(whole),
         do_sample=True,
@@ -110,7 +157,9 @@ def contestants(model, prompt_ids: list[list[int]], args: argparse.Namespace) ->
         "generate": lambda: model.generate(whole, **theirs),
     }
     if args.compile:
-        runs["generate compiled"] = lambda: model.generate(whole, cache_implementation="static", **theirs)
+        runs["generate compiled"] = lambda: model.generate(
+            whole, cache_implementation="static", **theirs
+        )
     if importlib.util.find_spec("vllm") is not None:
         runs["vllm"] = vllm_run(model, whole.tolist(), args)
     return runs
@@ -121,9 +170,19 @@ def vllm_run(model, prompts: list[list[int]], args: argparse.Namespace) -> Calla
 
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    engine = LLM(folder, skip_tokenizer_init=True, dtype=args.dtype, max_num_seqs=len(prompts), gpu_memory_utilization=0.5)
-    settings = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    return lambda: engine.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)
+    engine = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_num_seqs=len(prompts),
+        gpu_memory_utilization=0.5,
+    )
+    settings = SamplingParams(
+        max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    return lambda: engine.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False
+    )
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -1,14 +1,16 @@
-"""A whole RL step: our trainer against TRL's GRPOTrainer on the same model, prompts, lengths, reward and optimizer.
+"""A whole RL step: our trainer against TRL's GRPOTrainer on the same model, prompts, lengths,
+reward and optimizer.
 
     python benchmarks/bench_step.py                                    # the bundled model on arithmetic
     python benchmarks/bench_step.py --model smollm2 --data asdiv.jsonl --prompts 64 --new-tokens 112
 
-A step is one rollout batch: sampling, grading, credit and ``--updates`` optimizer steps, files written as each trainer writes them by
-default (ours without ledger, evaluation and checkpoints; TRL without checkpoints). Seconds are medians after ``--warmup`` batches. Each
-runs in a process of its own, one after the other, ``--rounds`` times in turn; memory is that process's peak: allocated on the accelerator
-where there is one, else resident. TRL updates with micro-batches of prompts x group / updates rows and without activation checkpointing,
-which is its fastest setting. Both weights are float32, with bfloat16 autocast on an accelerator.
-"""
+A step is one rollout batch: sampling, grading, credit and ``--updates`` optimizer steps, files
+written as each trainer writes them by default (ours without ledger, evaluation and checkpoints; TRL
+without checkpoints). Seconds are medians after ``--warmup`` batches. Each runs in a process of its
+own, one after the other, ``--rounds`` times in turn; memory is that process's peak: allocated on
+the accelerator where there is one, else resident. TRL updates with micro-batches of prompts x group
+/ updates rows and without activation checkpointing, which is its fastest setting. Both weights are
+float32, with bfloat16 autocast on an accelerator."""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from typing import Any
 import torch
 from machine import device_name, peak
 
-INSTRUCTION = "{question}\nSolve it step by step in a few short lines. End with: The answer is <number>."
+INSTRUCTION = (
+    "{question}\nSolve it step by step in a few short lines. End with: The answer is <number>."
+)
 
 
 def main() -> None:
@@ -34,28 +38,55 @@ def main() -> None:
     if args.who:
         print(json.dumps(ours(args) if args.who != "trl" else trl(args)))
         return
-    names = ["ours", "trl", *(["ours compiled"] if args.compile else []), *(["ours delta"] if args.delta else [])]
+    names = [
+        "ours",
+        "trl",
+        *(["ours compiled"] if args.compile else []),
+        *(["ours delta"] if args.delta else []),
+    ]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _, name in itertools.product(range(args.rounds), names):
         command = [sys.executable, __file__, *sys.argv[1:], "--who", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
         show(name, found[name][-1])
-    medians = {name: statistics.median(second for run in runs for second in run["seconds"]) for name, runs in found.items()}
+    medians = {
+        name: statistics.median(second for run in runs for second in run["seconds"])
+        for name, runs in found.items()
+    }
     peaks = {name: max(run["peak_bytes"] for run in runs) for name, runs in found.items()}
     own = [name for name in names if name != "trl"]
-    ratios = {name: {"speed": medians["trl"] / medians[name], "memory": peaks[name] / peaks["trl"]} for name in own}
+    ratios = {
+        name: {"speed": medians["trl"] / medians[name], "memory": peaks[name] / peaks["trl"]}
+        for name in own
+    }
     for name, ratio in ratios.items():
-        print(f"{name} is {ratio['speed']:.2f} x as fast as TRL; peak memory {ratio['memory']:.2f} of TRL's")
+        print(
+            f"{name} is {ratio['speed']:.2f} x as fast as TRL; peak memory {ratio['memory']:.2f} of"
+            " TRL's"
+        )
     if args.json:
-        facts = {"date": time.strftime("%Y-%m-%d"), "device": device_name(), "torch": torch.__version__, "args": vars(args)}
-        Path(args.json).write_text(json.dumps({**facts, "median_s": medians, "ratios": ratios, "runs": found}, indent=1) + "\n")
+        facts = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": device_name(),
+            "torch": torch.__version__,
+            "args": vars(args),
+        }
+        Path(args.json).write_text(
+            json.dumps({**facts, "median_s": medians, "ratios": ratios, "runs": found}, indent=1)
+            + "\n"
+        )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--data", help="a jsonl file with body, question, answer; default: the built-in arithmetic task")
+    parser.add_argument(
+        "--data",
+        help="a jsonl file with body, question, answer; default: the built-in arithmetic task",
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -65,7 +96,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="also ours with optimizer.compile")
     parser.add_argument("--delta", action="store_true", help="also ours with DelTA (row proxy)")
-    parser.add_argument("--set", action="append", default=[], help="an override of our recipe, a.b=c")
+    parser.add_argument(
+        "--set", action="append", default=[], help="an override of our recipe, a.b=c"
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--who", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -73,13 +106,22 @@ def arguments() -> argparse.Namespace:
 
 def show(name: str, run: dict[str, Any]) -> None:
     seconds = statistics.median(run["seconds"])
-    print(f"{name:<10} {seconds:7.2f} s a batch   peak {run['peak_bytes'] / 2**30:.2f} GiB   {run['note']}", flush=True)
+    print(
+        f"{name:<10} {seconds:7.2f} s a batch   peak {run['peak_bytes'] / 2**30:.2f} GiB  "
+        f" {run['note']}",
+        flush=True,
+    )
 
 
 def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
     task: dict[str, Any] = {"name": "arithmetic"}
     if args.data:
-        task = {"name": "jsonl", "path": args.data, "question": ["body", "question"], "answer": "answer"}
+        task = {
+            "name": "jsonl",
+            "path": args.data,
+            "question": ["body", "question"],
+            "answer": "answer",
+        }
         task |= {"answer_regex": "[^(]+", "instruction": INSTRUCTION}
     return {
         "run_dir": run_dir,
@@ -87,8 +129,16 @@ def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
         "task": task,
         "method": {"name": "delta" if args.who == "ours delta" else "dapo"},
         "num_steps": args.warmup + args.batches,
-        "rollouts": {"prompts": args.prompts, "group_size": args.group_size, "max_new_tokens": args.new_tokens},
-        "optimizer": {"lr": 1e-6, "steps_per_batch": args.updates, "compile": args.who == "ours compiled"},
+        "rollouts": {
+            "prompts": args.prompts,
+            "group_size": args.group_size,
+            "max_new_tokens": args.new_tokens,
+        },
+        "optimizer": {
+            "lr": 1e-6,
+            "steps_per_batch": args.updates,
+            "compile": args.who == "ours compiled",
+        },
         "eval": {"every": 0},
         "ledger": {"every": 0},
         "checkpoint_every": 0,
@@ -116,16 +166,27 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         file.write_text(yaml.safe_dump(settings))
         began = now()
         train(load_config(file, args.set), progress=Stopwatch(quiet=True))
-        timing = [json.loads(line) for line in (Path(folder) / "run/timing.jsonl").read_text().splitlines()]
-        metrics = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        timing = [
+            json.loads(line)
+            for line in (Path(folder) / "run/timing.jsonl").read_text().splitlines()
+        ]
+        metrics = [
+            json.loads(line)
+            for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+        ]
     stages = {
-        key: round(statistics.median(row[key] for row in timing[args.warmup :]), 4) for key in timing[0] if key.endswith("_s")
+        key: round(statistics.median(row[key] for row in timing[args.warmup :]), 4)
+        for key in timing[0]
+        if key.endswith("_s")
     }
     length = statistics.mean(row["rollouts/length"] for row in metrics)
     return {
         "seconds": differences([began, *times])[args.warmup : -1],
         "peak_bytes": peak(),
-        "note": f"mean length {length:.0f}, " + " ".join(f"{key} {value:.3f}" for key, value in stages.items()),
+        "note": (
+            f"mean length {length:.0f}, "
+            + " ".join(f"{key} {value:.3f}" for key, value in stages.items())
+        ),
     }
 
 
@@ -135,7 +196,7 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from counterpoise.rollouts import load_model
+    from counterpoise.policy import load_model
     from counterpoise.tasks import task as make_task
     from counterpoise.types import Prompt
 
@@ -144,11 +205,23 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_model(args.model, dtype=torch.float32, device=device)
     prompts = list(itertools.islice(task.prompts("train", 0), args.prompts * settings["num_steps"]))
-    rows = [{"prompt": [{"role": "user", "content": p.text}], "text": p.text, "answer": p.answer, "id": str(p.id)} for p in prompts]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": p.text}],
+            "text": p.text,
+            "answer": p.answer,
+            "id": str(p.id),
+        }
+        for p in prompts
+    ]
 
-    def reward(completions: list[Any], text: list[str], answer: list[Any], id: list[str], **_: Any) -> list[float | None]:
+    def reward(
+        completions: list[Any], text: list[str], answer: list[Any], id: list[str], **_: Any
+    ) -> list[float | None]:
         parts = zip(text, answer, id, completions)
-        return [task.reward(Prompt(id=i, text=t, answer=a), c[0]["content"]) for t, a, i, c in parts]
+        return [
+            task.reward(Prompt(id=i, text=t, answer=a), c[0]["content"]) for t, a, i, c in parts
+        ]
 
     times: list[float] = []
 
@@ -187,9 +260,17 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
         )
         began = now()
         trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    lengths = [
+        row["completions/mean_length"]
+        for row in trainer.state.log_history
+        if "completions/mean_length" in row
+    ]
     note = f"mean length {statistics.mean(lengths):.0f}"
-    return {"seconds": differences([began, *times])[args.warmup :], "peak_bytes": peak(), "note": note}
+    return {
+        "seconds": differences([began, *times])[args.warmup :],
+        "peak_bytes": peak(),
+        "note": note,
+    }
 
 
 def differences(times: list[float]) -> list[float]:

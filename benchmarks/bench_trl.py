@@ -1,18 +1,22 @@
-"""What each method costs inside TRL, as a share of TRL's own step (generation, scoring and updates).
+"""What each method costs inside TRL, as a share of TRL's own step (generation, scoring and
+updates).
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_trl.py [--methods delta ktae] [--updates 4 1] [--generations 6] [--out PATH]
+    OMP_NUM_THREADS=1 python benchmarks/bench_trl.py [--methods delta ktae] [--updates 4 1]
+    [--generations 6] [--out PATH]
 
-The bundled model (0.4 M parameters) on its arithmetic task, CPU. Plain ``GRPOTrainer`` and every method train side by side in one process,
-turn by turn: generation k of each, then generation k + 1. The learning rate is 0, so that all of them sample the same rollouts and do the
-same work (checked). Times are processor times of the trainer's thread; medians over generations.
+The bundled model (0.4 M parameters) on its arithmetic task, CPU. Plain ``GRPOTrainer`` and every
+method train side by side in one process, turn by turn: generation k of each, then generation k + 1.
+The learning rate is 0, so that all of them sample the same rollouts and do the same work (checked).
+Times are processor times of the trainer's thread; medians over generations.
 
     own     time in counterpoise's overrides and ledger, outside of TRL's methods / the rest of the same trainer's step. Precise on a busy
-            machine too; leaves out the gradient of a loss of ours and the copying of hidden states (both are in total).
+            machine too; leaves out the gradient of a loss of ours and the copying of hidden states
+            (both are in total).
     total   time of the step / plain TRL's time for the same step - 1. All in, and as noisy as the machine: ``uniform`` runs nothing of ours.
 
-``updates`` is the number of optimizer updates a generation. With several TRL scores the rollouts itself and rules read that forward;
-with one it does not, and a rule that reads log-probs, entropies or hidden states costs a forward of its own.
-"""
+``updates`` is the number of optimizer updates a generation. With several TRL scores the rollouts
+itself and rules read that forward; with one it does not, and a rule that reads log-probs, entropies
+or hidden states costs a forward of its own."""
 
 from __future__ import annotations
 
@@ -37,12 +41,25 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditMixin
-from counterpoise.rollouts.models import locate
+from counterpoise.policy.load import locate
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.types import Prompt
 
 TASK, NUM_PROMPTS, GROUP_SIZE = Arithmetic(), 8, 8
-METHODS = ("uniform", "dapo", "delta", "top_entropy", "crf_ntf", "ktae", "ibpo", "gtpo", "stapo", "ar", "f_grpo", "fade")
+METHODS = (
+    "uniform",
+    "dapo",
+    "delta",
+    "top_entropy",
+    "crf_ntf",
+    "ktae",
+    "ibpo",
+    "gtpo",
+    "stapo",
+    "ar",
+    "f_grpo",
+    "fade",
+)
 METHODS += ("gmpo", "ctpo", "clip_cov", "tpo", "dfpo_min", "dfpo_orth")
 # named settings beside the presets
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,7 +74,9 @@ OVERRIDDEN = ("_generate_and_score_completions", "_prepare_inputs", "_compute_lo
 
 
 class Stopwatch:
-    """Processor time by who runs: ours in the overrides, TRL's in the methods that they call by super. One a thread."""
+    """Processor time by who runs: ours in the overrides, TRL's in the methods that they call by
+    super. One a thread.
+    """
 
     def __init__(self) -> None:
         self.spent, self.stack, self.since = {"ours": 0.0, "trl": 0.0}, ["trl"], time.thread_time()
@@ -87,11 +106,15 @@ def watched(kind: type, watch: Stopwatch) -> type:
     if kind is GRPOTrainer:
         return base
     mixed = type("Mixed", (CreditMixin, base), {})
-    return type("Timed", (mixed,), {name: watch.around("ours", getattr(mixed, name)) for name in OVERRIDDEN})
+    return type(
+        "Timed", (mixed,), {name: watch.around("ours", getattr(mixed, name)) for name in OVERRIDDEN}
+    )
 
 
 class Turn(TrainerCallback):
-    """Gives the floor to the next trainer after each generation, and keeps the time of each own turn."""
+    """Gives the floor to the next trainer after each generation, and keeps the time of each own
+    turn.
+    """
 
     def __init__(self, updates: int) -> None:
         self.updates, self.watch, self.times, self.own = updates, Stopwatch(), [], []
@@ -125,15 +148,23 @@ class Turn(TrainerCallback):
         self.done.wait()
 
 
-def reward(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+def reward(
+    prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any
+) -> list[float]:
     texts = [completion[0]["content"] for completion in completions]
-    return [TASK.reward(Prompt("", asked[0]["content"], right), text) for asked, text, right in zip(prompts, texts, answer)]
+    return [
+        TASK.reward(Prompt("", asked[0]["content"], right), text)
+        for asked, text, right in zip(prompts, texts, answer)
+    ]
 
 
 def trainer(settings: dict[str, Any] | None, updates: int, generations: int, turn: Turn) -> Any:
     """Plain TRL (None) or a method."""
     asked = islice(TASK.prompts("train", seed=0), NUM_PROMPTS * (generations + 1))
-    rows = [{"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.answer} for prompt in asked]
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.answer}
+        for prompt in asked
+    ]
     args: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
         "num_generations": GROUP_SIZE,
@@ -151,15 +182,27 @@ def trainer(settings: dict[str, Any] | None, updates: int, generations: int, tur
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    kind, config = (GRPOTrainer, GRPOConfig) if settings is None else (CreditMixin, CreditGRPOConfig)
-    kwargs: dict[str, Any] = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "callbacks": [turn]}
-    made: Any = watched(kind, turn.watch)(model=locate("bundled").place, args=config(**args, **settings or {}), **kwargs)
+    kind, config = (
+        (GRPOTrainer, GRPOConfig) if settings is None else (CreditMixin, CreditGRPOConfig)
+    )
+    kwargs: dict[str, Any] = {
+        "reward_funcs": reward,
+        "train_dataset": Dataset.from_list(rows),
+        "callbacks": [turn],
+    }
+    made: Any = watched(kind, turn.watch)(
+        model=locate("bundled").place, args=config(**args, **settings or {}), **kwargs
+    )
     for name in ("on_pre_optimizer_step", "on_optimizer_step") if settings else ():
-        setattr(made.credit_ledger, name, turn.watch.around("ours", getattr(made.credit_ledger, name)))
+        setattr(
+            made.credit_ledger, name, turn.watch.around("ours", getattr(made.credit_ledger, name))
+        )
     return made
 
 
-def measured(cases: dict[str, dict[str, Any] | None], updates: int, generations: int) -> dict[str, Turn]:
+def measured(
+    cases: dict[str, dict[str, Any] | None], updates: int, generations: int
+) -> dict[str, Turn]:
     """Times of every trainer's turns; the first generation is a warm-up."""
     turns: dict[str, Turn] = {}
     tokens: dict[str, float] = {}
@@ -170,7 +213,9 @@ def measured(cases: dict[str, dict[str, Any] | None], updates: int, generations:
         def run(made: Any = made, name: str = name) -> None:
             torch.manual_seed(0)
             made.train()
-            tokens[name] = max(row["num_tokens"] for row in made.state.log_history if "num_tokens" in row)
+            tokens[name] = max(
+                row["num_tokens"] for row in made.state.log_history if "num_tokens" in row
+            )
             turns[name].done.set()
 
         threading.Thread(target=run, daemon=True).start()
@@ -195,8 +240,14 @@ def summary(turns: dict[str, Turn]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="*", help="default: all; those that read a scoring forward where there is one update")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        help="default: all; those that read a scoring forward where there is one update",
+    )
     parser.add_argument("--updates", type=int, nargs="*", default=[4, 1], choices=(1, 2, 4))
     parser.add_argument("--generations", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -215,10 +266,17 @@ def main() -> None:
         names = args.methods or ([*METHODS, *VARIANTS] if updates > 1 else READERS)
         cases = {"trl": None, **{name: VARIANTS.get(name, {"method": name}) for name in names}}
         found = results[f"updates_{updates}"] = summary(measured(cases, updates, args.generations))
-        print(f"{updates} updates a generation: plain TRL {found['trl_step_s']:.2f} s of processor time a generation")
+        print(
+            f"{updates} updates a generation: plain TRL {found['trl_step_s']:.2f} s of processor"
+            " time a generation"
+        )
         for name, one in found["methods"].items():
             low, high = one["total_range"]
-            print(f"  {name:<36} own {one['own']:7.2%}   total {one['total']:+7.1%} ({low:+.1%} to {high:+.1%})", flush=True)
+            print(
+                f"  {name:<36} own {one['own']:7.2%}   total {one['total']:+7.1%} ({low:+.1%} to"
+                f" {high:+.1%})",
+                flush=True,
+            )
     results["load_average"] = os.getloadavg()[0]
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

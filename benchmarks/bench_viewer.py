@@ -1,9 +1,10 @@
-"""How fluid the viewer is with 512 rollouts x 1,000 tokens: the longest task of the page while it loads, scrolls, recolours, aligns.
+"""How fluid the viewer is with 512 rollouts x 1,000 tokens: the longest task of the page while it
+loads, scrolls, recolours, aligns.
 
     python benchmarks/bench_viewer.py [--out benchmarks/results/viewer.json]
 
-A task's wall time grows on a busy machine, so the processor time of the page's main thread is measured too, and the load average printed.
-"""
+A task's wall time grows on a busy machine, so the processor time of the page's main thread is
+measured too, and the load average printed."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from pathlib import Path
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from counterpoise.report.server import app, free_socket
+from counterpoise.viewer.server import app, free_socket
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from make_run import make_wide_step
+from helpers.make_run import make_wide_step
 
 LIMIT_MS = 200
 PHASES = ("load", "scroll", "recolour", "aligned")
@@ -45,24 +46,37 @@ def main() -> None:
         "limit_ms": LIMIT_MS,
         "cases": {},
     }
-    for name, groups in (("64 prompts x 8 rollouts x 1,000 tokens", 64), ("1 prompt x 512 rollouts x 1,000 tokens", 1)):
+    for name, groups in (
+        ("64 prompts x 8 rollouts x 1,000 tokens", 64),
+        ("1 prompt x 512 rollouts x 1,000 tokens", 1),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             results["cases"][name] = measured(make_wide_step(Path(folder), groups=groups))
         print(name)
         for phase, found in results["cases"][name].items():
-            print(f"  {phase:<10} longest task {found['wall_ms']:.0f} ms wall, {found['processor_ms']:.0f} ms processor")
+            print(
+                f"  {phase:<10} longest task {found['wall_ms']:.0f} ms wall,"
+                f" {found['processor_ms']:.0f} ms processor"
+            )
     results["load_average_after"] = round(os.getloadavg()[0], 1)
     for clock in ("wall_ms", "processor_ms"):
-        longest = {phase: max(case[phase][clock] for case in results["cases"].values()) for phase in PHASES}
+        longest = {
+            phase: max(case[phase][clock] for case in results["cases"].values()) for phase in PHASES
+        }
         results[f"passes_{clock}"] = {phase: value <= LIMIT_MS for phase, value in longest.items()}
-        print(f"no task above {LIMIT_MS} ms, {clock.removesuffix('_ms')} time: {results[f'passes_{clock}']}")
+        print(
+            f"no task above {LIMIT_MS} ms, {clock.removesuffix('_ms')} time:"
+            f" {results[f'passes_{clock}']}"
+        )
     print(f"load average {results['load_average_before']} to {results['load_average_after']}")
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def browser_version() -> str:
-    return subprocess.run([str(shutil.which("chromium")), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [str(shutil.which("chromium")), "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def measured(run_dir: Path) -> dict[str, dict[str, float]]:
@@ -73,7 +87,9 @@ def measured(run_dir: Path) -> dict[str, dict[str, float]]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.set_default_timeout(300_000)
         phases = {
@@ -96,8 +112,16 @@ def timed(browser: Browser, page: Page, act: Callable[[], None]) -> dict[str, fl
     act()
     seconds = time.perf_counter() - start
     events = json.loads(browser.stop_tracing())["traceEvents"]
-    main = {(e["pid"], e["tid"]) for e in events if e.get("name") == "thread_name" and e["args"].get("name") == "CrRendererMain"}
-    tasks = [e for e in events if "RunTask" in e.get("name", "") and (e["pid"], e["tid"]) in main and "dur" in e]
+    main = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and e["args"].get("name") == "CrRendererMain"
+    }
+    tasks = [
+        e
+        for e in events
+        if "RunTask" in e.get("name", "") and (e["pid"], e["tid"]) in main and "dur" in e
+    ]
     longest = {
         clock: max((e.get(key, 0) for e in tasks), default=0) / 1000
         for clock, key in (("wall_ms", "dur"), ("processor_ms", "tdur"))
@@ -118,7 +142,9 @@ def scrolled(page: Page) -> None:
         page.mouse.wheel(0, 400)
         page.wait_for_timeout(30)
     for k in range(20):
-        page.evaluate(f"(p => p.scrollTo(0, p.scrollHeight * {k / 20}))(document.getElementById('pane'))")
+        page.evaluate(
+            f"(p => p.scrollTo(0, p.scrollHeight * {k / 20}))(document.getElementById('pane'))"
+        )
         page.wait_for_timeout(60)
 
 
@@ -137,7 +163,10 @@ def aligned(page: Page) -> None:
     page.locator("#layout-aligned").click()
     page.wait_for_selector(".cells .t")
     for k in range(20):
-        page.evaluate(f"(p => p.scrollTo(p.scrollWidth * {k / 20}, p.scrollHeight * {k / 20}))(document.getElementById('pane'))")
+        page.evaluate(
+            f"(p => p.scrollTo(p.scrollWidth * {k / 20}, p.scrollHeight *"
+            f" {k / 20}))(document.getElementById('pane'))"
+        )
         page.wait_for_timeout(60)
 
 

@@ -1,4 +1,5 @@
-"""The figures of docs/claims.md from the numbers under benchmarks/results: the probes' own figures as pictures.
+"""The figures of docs/claims.md from the numbers under benchmarks/results: the probes' own figures
+as pictures.
 
 python benchmarks/claims_figures.py benchmarks/results/claims_bundled docs/img/claims_bundled
 """
@@ -19,7 +20,9 @@ from counterpoise.probes.output import dressed
 def main(results: Path, prefix: Path) -> None:
     figures = {
         prefix.with_name(f"{prefix.name}_{name}.png"): dressed(
-            importlib.import_module(PROBES[name].module).figure(json.loads(summary.read_text())["numbers"])
+            importlib.import_module(PROBES[name].module).figure(
+                json.loads(summary.read_text())["numbers"]
+            )
         )
         for name, summary in summaries(results).items()
     }
@@ -30,7 +33,9 @@ def summaries(results: Path) -> dict[str, Path]:
     """The pooled summary of each probe, or that of its last step where there is nothing to pool."""
     out = {}
     for name in PROBES:
-        found = sorted(results.glob(f"probes/{name}/*/summary.json"))  # "pooled" comes before "step_..."
+        found = sorted(
+            results.glob(f"probes/{name}/*/summary.json")
+        )  # "pooled" comes before "step_..."
         if found:
             out[name] = found[0] if found[0].parent.name == "pooled" else found[-1]
     return out

@@ -17,10 +17,16 @@ def device_name() -> str:
 
 
 def peak() -> int:
-    """Most memory of this process so far, in bytes: of the accelerator where there is one, else resident."""
+    """Most memory of this process so far, in bytes: of the accelerator where there is one, else
+    resident.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
     if status.is_file():  # getrusage would start from the peak of the process that started this one
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return next(
+            int(line.split()[1]) * 1024
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

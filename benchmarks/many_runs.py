@@ -18,13 +18,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from counterpoise.files import read_jsonl, write_json
+from counterpoise.run.files import read_jsonl, write_json
 from counterpoise.trainer.config import load_config
 
 # a comparison reads evaluations and metrics: nothing else is written
-LEAN = {"ledger.every": 0, "checkpoint_every": 0, "keep_every": 0, "save_rollouts_every": 0, "trackers": []}
+LEAN = {
+    "ledger.every": 0,
+    "checkpoint_every": 0,
+    "keep_every": 0,
+    "save_rollouts_every": 0,
+    "trackers": [],
+}
 
-CLOSING_PROMPTS, CLOSING_SEED = 400, 1  # held-out prompts, other ones than a run's own evaluations take
+CLOSING_PROMPTS, CLOSING_SEED = (
+    400,
+    1,
+)  # held-out prompts, other ones than a run's own evaluations take
 
 
 class Case(NamedTuple):
@@ -49,7 +58,8 @@ def run_all(
     Args:
         settings: keys that all runs set.
         jobs: runs at the same time, one thread each, in the order of ``cases``.
-        closing: samples a prompt of one more evaluation at the end, greedy beside it (``closed``); 0 makes none.
+        closing: samples a prompt of one more evaluation at the end, greedy beside it (``closed``);
+            0 makes none.
         deadline: no run begins after it (``time.time()``).
     """
     began = time.perf_counter()
@@ -57,22 +67,40 @@ def run_all(
     os.environ["OMP_NUM_THREADS"] = "1"  # read by torch when a worker imports it
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         pending = {
-            pool.submit(trained, recipe, {**LEAN, **(settings or {}), **case.settings}, runs / case.name, closing, deadline): case
+            pool.submit(
+                trained,
+                recipe,
+                {**LEAN, **(settings or {}), **case.settings},
+                runs / case.name,
+                closing,
+                deadline,
+            ): case
             for case in missing
         }
         for at, done in enumerate(as_completed(pending)):
             seconds, name = time.perf_counter() - began, pending[done].name
-            print(f"{at + 1} of {len(missing)} after {seconds:.0f} s: {name}: {done.result()}", flush=True)
-    return {case.name: read_jsonl(runs / case.name / "evals.jsonl") for case in cases if finished(runs / case.name)}
+            print(
+                f"{at + 1} of {len(missing)} after {seconds:.0f} s: {name}: {done.result()}",
+                flush=True,
+            )
+    return {
+        case.name: read_jsonl(runs / case.name / "evals.jsonl")
+        for case in cases
+        if finished(runs / case.name)
+    }
 
 
-def trained(recipe: str, settings: Mapping[str, Any], run_dir: Path, closing: int, deadline: float) -> str:
+def trained(
+    recipe: str, settings: Mapping[str, Any], run_dir: Path, closing: int, deadline: float
+) -> str:
     """Train in this process; how it went, in words."""
     from counterpoise.trainer.loop import train
 
     if time.time() > deadline:
         return "not begun: the time limit is reached"
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**settings, "run_dir": str(run_dir)}.items()]
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in {**settings, "run_dir": str(run_dir)}.items()
+    ]
     try:
         config = load_config(recipe, overrides)
         result = train(config, fresh=True)
@@ -88,22 +116,33 @@ def trained(recipe: str, settings: Mapping[str, Any], run_dir: Path, closing: in
 
 
 def close(config: Any, run_dir: Path, samples: int) -> None:
-    """Evaluate the last checkpoint greedily and with several samples a prompt: ``closing.json``, a value a prompt."""
-    from counterpoise.rollouts import load_model
+    """Evaluate the last checkpoint greedily and with several samples a prompt: ``closing.json``, a
+    value a prompt.
+    """
+    from counterpoise.policy import load_model
+    from counterpoise.run.checkpoint import checkpoints
     from counterpoise.tasks import task as make_task
-    from counterpoise.trainer.checkpoint import checkpoints
     from counterpoise.trainer.evaluate import evaluate
 
-    policy, task = load_model(str(checkpoints(run_dir)[-1]), device=config.device), make_task(**config.task)
+    policy, task = (
+        load_model(str(checkpoints(run_dir)[-1]), device=config.device),
+        make_task(**config.task),
+    )
     settings = {"prompts": CLOSING_PROMPTS, "seed": CLOSING_SEED}
     greedy = evaluate(policy, task, config, temperature=0.0, **settings)
     several = evaluate(policy, task, config, samples=samples, **settings)
-    found = {"samples": samples, "greedy_P": greedy.reward_PK[:, 0].tolist(), "correct_P": several.reward_PK.sum(1).tolist()}
+    found = {
+        "samples": samples,
+        "greedy_P": greedy.reward_PK[:, 0].tolist(),
+        "correct_P": several.reward_PK.sum(1).tolist(),
+    }
     write_json(run_dir / "closing.json", found)
 
 
 def closed(run_dir: Path) -> dict[str, float]:
-    """Greedy accuracy, accuracy of a sample and pass@k at the end; empty where there was no ``close``."""
+    """Greedy accuracy, accuracy of a sample and pass@k at the end; empty where there was no
+    ``close``.
+    """
     path = run_dir / "closing.json"
     if not path.is_file():
         return {}
@@ -122,5 +161,9 @@ def finished(run_dir: Path) -> bool:
 
 def metrics_at_end(run_dir: Path, key: str, last: int = 5) -> float:
     """The mean of a key of metrics.jsonl over the last batches; NaN where it is missing."""
-    values = [row[key] for row in read_jsonl(run_dir / "metrics.jsonl")[-last:] if row.get(key) is not None]
+    values = [
+        row[key]
+        for row in read_jsonl(run_dir / "metrics.jsonl")[-last:]
+        if row.get(key) is not None
+    ]
     return fmean(values) if values else float("nan")

@@ -1,4 +1,7 @@
-"""Plotly figures as PNG files. Needs playwright and a Chromium (``CHROMIUM`` names it; playwright's own by default)."""
+"""Plotly figures as PNG files.
+
+Needs playwright and a Chromium (``CHROMIUM`` names it; playwright's own by default).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ def write_pngs(figures: Mapping[Path, Any], *, width: int, height: int) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as browsers, tempfile.TemporaryDirectory() as folder:
-        chromium = browsers.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox", "--disable-gpu"])
-        page = chromium.new_page(viewport={"width": width + 16, "height": height + 16}, device_scale_factor=1.5)
+        chromium = browsers.chromium.launch(
+            executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = chromium.new_page(
+            viewport={"width": width + 16, "height": height + 16}, device_scale_factor=1.5
+        )
         for target, figure in figures.items():
             html = Path(folder) / f"{target.stem}.html"
             figure.update_layout(width=width, height=height)

@@ -1,12 +1,13 @@
-"""The experiments of docs/claims.md: train by a recipe, probe snapshots of the run, keep raw data and numbers.
+"""The experiments of docs/claims.md: train by a recipe, probe snapshots of the run, keep raw data
+and numbers.
 
-    python benchmarks/run_claims.py --recipe recipes/demo.yaml --steps 31 --probe-at 10 20 30 --out benchmarks/results/claims_bundled
-    python benchmarks/run_claims.py --recipe recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --steps 81 --probe-at 40 60 80 --out OUT
-    python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
+    python benchmarks/run_claims.py --recipe recipes/demo.yaml --steps 31 --probe-at 10 20 30 --out
+    benchmarks/results/claims_bundled python benchmarks/run_claims.py --recipe
+    recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --steps 81 --probe-at 40 60 80 --out OUT python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
 
-What is done is not done again: call it once more with the same arguments to go on. Every stage runs even if one before it failed; no stage
-begins after ``--limit`` seconds. ``stages.json`` tells the seconds of each stage and what went wrong.
-"""
+What is done is not done again: call it once more with the same arguments to go on. Every stage runs
+even if one before it failed; no stage begins after ``--limit`` seconds. ``stages.json`` tells the
+seconds of each stage and what went wrong."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from counterpoise.files import step_of
 from counterpoise.probes import PROBES, Scene, open_scene, pool, run_probe
 from counterpoise.probes.output import read
-from counterpoise.probes.probe import last_step, make_tables
+from counterpoise.probes.runner import last_step, make_tables
+from counterpoise.run.files import step_of
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
@@ -48,7 +49,10 @@ class Stages:
         return self.limit_s - (time.perf_counter() - self.began)
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of ``work``; None if it failed or if no time is left. One experiment that fails must not cost the others."""
+        """The result of ``work``; None if it failed or if no time is left.
+
+        One experiment that fails must not cost the others.
+        """
         if self.left_s <= 0:
             return self.tell(name, 0.0, "not begun: the time limit is reached")
         start = time.perf_counter()
@@ -78,19 +82,32 @@ def main() -> None:
         scene = stages.run(f"open step {step}", lambda step=step: open_scene(run_dir, step))
         names = [*AT_EVERY_STEP, *(["drift"] if step == args.probe_at[-1] else [])]
         for name in names if scene else []:
-            stages.run(f"{name} step {step}", lambda name=name, scene=scene: probed(run_dir, name, scene, settings.get(name, {})))
+            stages.run(
+                f"{name} step {step}",
+                lambda name=name, scene=scene: probed(run_dir, name, scene, settings.get(name, {})),
+            )
     if HAS_NUMBERS:
         for name in AT_EVERY_STEP:
             stages.run(f"{name} pooled", lambda name=name: pool(run_dir, name))
     kept(run_dir, args.out)
-    (args.out / "stages.json").write_text(json.dumps({"limit_s": args.limit, "stages": stages.done}, indent=1) + "\n")
+    (args.out / "stages.json").write_text(
+        json.dumps({"limit_s": args.limit, "stages": stages.done}, indent=1) + "\n"
+    )
     print(f"results: {args.out}")
 
 
 def recipe(args: argparse.Namespace) -> Config:
-    """The recipe with what the experiments need: checkpoints at the probed steps, the ledger, one evaluation at each end."""
+    """The recipe with what the experiments need: checkpoints at the probed steps, the ledger, one
+    evaluation at each end.
+    """
     every = math.gcd(*args.probe_at)
-    own = {"run_dir": args.run, "num_steps": args.steps, "keep_every": every, "checkpoint_every": every, "eval.every": args.steps}
+    own = {
+        "run_dir": args.run,
+        "num_steps": args.steps,
+        "keep_every": every,
+        "checkpoint_every": every,
+        "eval.every": args.steps,
+    }
     own |= {"ledger.every": args.ledger_every, "ledger.bank": 64, "trackers": "[]"}
     return load_config(args.recipe, [f"{key}={value}" for key, value in own.items()] + args.set)
 
@@ -101,11 +118,18 @@ def trained(config: Config, limit_s: float) -> None:
     timer.daemon = True
     timer.start()
     try:
-        result = train(config, resume=(Path(config.run_dir) / "manifest.json").is_file(), progress=Progress(quiet=True))
+        result = train(
+            config,
+            resume=(Path(config.run_dir) / "manifest.json").is_file(),
+            progress=Progress(quiet=True),
+        )
     finally:
         timer.cancel()
     if not result.is_finished:
-        raise TimeoutError(f"training stopped after step {result.step} of {config.num_steps}; run the same command to go on")
+        raise TimeoutError(
+            f"training stopped after step {result.step} of {config.num_steps}; run the same command"
+            " to go on"
+        )
 
 
 def probed(run_dir: Path, name: str, scene: Scene | None, settings: dict[str, Any]) -> Any:
@@ -131,7 +155,12 @@ def kept(run_dir: Path, out: Path) -> None:
         if (run_dir / name).is_file():
             shutil.copy(run_dir / name, out / name)
     if (run_dir / "probes").is_dir():
-        shutil.copytree(run_dir / "probes", out / "probes", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.html"))
+        shutil.copytree(
+            run_dir / "probes",
+            out / "probes",
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("*.html"),
+        )
 
 
 def numbers(out: Path) -> None:
@@ -149,17 +178,39 @@ def numbers(out: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="recipes/demo.yaml")
-    parser.add_argument("--run", type=Path, default=Path("runs/claims"), help="run folder (checkpoints, rollouts)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/claims_bundled"), help="what is kept")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/claims"), help="run folder (checkpoints, rollouts)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/claims_bundled"), help="what is kept"
+    )
     parser.add_argument("--steps", type=int, default=31, help="rollout batches to train")
-    parser.add_argument("--probe-at", type=int, nargs="+", default=[10, 20, 30], help="rollout batches to probe")
+    parser.add_argument(
+        "--probe-at", type=int, nargs="+", default=[10, 20, 30], help="rollout batches to probe"
+    )
     parser.add_argument("--ledger-every", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=480.0, help="no stage begins after so many seconds")
-    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe: --set optimizer.lr=1e-4")
-    parser.add_argument("--probe-set", action="append", default=[], help="a setting of a probe: --probe-set value.pairs=60")
-    parser.add_argument("--numbers", type=Path, help="make the numbers of an --out folder and do nothing else")
+    parser.add_argument(
+        "--limit", type=float, default=480.0, help="no stage begins after so many seconds"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        help="override a key of the recipe: --set optimizer.lr=1e-4",
+    )
+    parser.add_argument(
+        "--probe-set",
+        action="append",
+        default=[],
+        help="a setting of a probe: --probe-set value.pairs=60",
+    )
+    parser.add_argument(
+        "--numbers", type=Path, help="make the numbers of an --out folder and do nothing else"
+    )
     return parser.parse_args()
 
 

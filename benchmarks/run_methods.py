@@ -1,14 +1,16 @@
-"""All published methods against each other under one harness: the same model, prompts, rollouts, optimizer and number of tuning runs.
+"""All published methods against each other under one harness: the same model, prompts, rollouts,
+optimizer and number of tuning runs.
 
     python benchmarks/run_methods.py --jobs 16                            # docs/comparison.md
     python benchmarks/run_methods.py --methods grpo delta dfpo_min --rates 3e-4 --seeds 1 2 3
 
-Each method is its preset, unchanged. It is tuned first: one run for each learning rate with seed ``--tune-seed`` (one more where the lowest
-is the best); the best on the first ``--tune-prompts`` held-out prompts is taken. Then it is trained with every seed of ``--seeds`` at that
-rate and judged on the other held-out prompts. Runs of one seed see the same prompts and start from the same weights. Differences are
-against ``--baseline``, with Dunnett's simultaneous 95% intervals: over all comparisons together a false "better" or "worse" has one
-chance in twenty. Runs that are there are not made again; call it once more to go on.
-"""
+Each method is its preset, unchanged. It is tuned first: one run for each learning rate with seed
+``--tune-seed`` (one more where the lowest is the best); the best on the first ``--tune-prompts``
+held-out prompts is taken. Then it is trained with every seed of ``--seeds`` at that rate and judged
+on the other held-out prompts. Runs of one seed see the same prompts and start from the same
+weights. Differences are against ``--baseline``, with Dunnett's simultaneous 95% intervals: over all
+comparisons together a false "better" or "worse" has one chance in twenty. Runs that are there are
+not made again; call it once more to go on."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from many_runs import Case, closed, metrics_at_end, run_all
 from scipy import stats
 
 import counterpoise as cp
-from counterpoise.report.stats import over_seeds
+from counterpoise.maths.intervals import over_seeds
 
 AT_END = {"length": "rollouts/length", "entropy": "entropy/mean"}
 
@@ -55,26 +57,42 @@ def main() -> None:
 
 
 def tune(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Held-out accuracy by method and learning rate; where the best rate is the lowest one, ``--lower`` is tried too."""
+    """Held-out accuracy by method and learning rate; where the best rate is the lowest one,
+    ``--lower`` is tried too.
+    """
     if len(args.rates) == 1:
         return {method: {args.rates[0]: math.nan} for method in args.methods}
     found = tried(args, [(method, rate) for method in args.methods for rate in args.rates])
-    found = {method: accuracy for method, accuracy in found.items() if len(accuracy) == len(args.rates)}
+    found = {
+        method: accuracy for method, accuracy in found.items() if len(accuracy) == len(args.rates)
+    }
     lowest = min(args.rates, key=float)
     edge = [method for method, accuracy in found.items() if args.lower and best(accuracy) == lowest]
     lower = tried(args, [(method, args.lower) for method in edge])
-    return {method: lower.get(method, {}) | accuracy for method, accuracy in found.items() if method not in edge or method in lower}
+    return {
+        method: lower.get(method, {}) | accuracy
+        for method, accuracy in found.items()
+        if method not in edge or method in lower
+    }
 
 
 def tried(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> dict[str, dict[str, float]]:
     cases = {
         (method, rate): Case(
-            f"tune-{method}-{rate}", {"seed": args.tune_seed, "method": {"name": method}, "optimizer.lr": float(rate)}
+            f"tune-{method}-{rate}",
+            {"seed": args.tune_seed, "method": {"name": method}, "optimizer.lr": float(rate)},
         )
         for method, rate in pairs
     }
     settings = common(args) | {"eval.every": args.steps, "eval.prompts": args.tune_prompts}
-    evals = run_all(args.recipe, list(cases.values()), args.runs, jobs=args.jobs, settings=settings, deadline=args.deadline)
+    evals = run_all(
+        args.recipe,
+        list(cases.values()),
+        args.runs,
+        jobs=args.jobs,
+        settings=settings,
+        deadline=args.deadline,
+    )
     found: dict[str, dict[str, float]] = {}
     for (method, rate), case in cases.items():
         if case.name in evals:
@@ -89,11 +107,17 @@ def best(accuracy: dict[str, float]) -> str:
 def finals(args: argparse.Namespace, rates: dict[str, str]) -> list[dict[str, Any]]:
     """A row for every run and evaluation: accuracy on the prompts that tuning did not see."""
     cases = {
-        (method, seed): Case(f"{method}-{rate}-{seed}", {"seed": seed, "method": {"name": method}, "optimizer.lr": float(rate)})
+        (method, seed): Case(
+            f"{method}-{rate}-{seed}",
+            {"seed": seed, "method": {"name": method}, "optimizer.lr": float(rate)},
+        )
         for seed in args.seeds
         for method, rate in rates.items()
     }
-    settings = common(args) | {"eval.every": args.eval_every, "eval.prompts": args.tune_prompts + args.prompts}
+    settings = common(args) | {
+        "eval.every": args.eval_every,
+        "eval.prompts": args.tune_prompts + args.prompts,
+    }
     evals = run_all(
         args.recipe,
         list(cases.values()),
@@ -119,42 +143,68 @@ def finals(args: argparse.Namespace, rates: dict[str, str]) -> list[dict[str, An
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    given = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in args.set)}
+    given = {
+        key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in args.set)
+    }
     return {"num_steps": args.steps, "device": args.device, **given}
 
 
 def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) -> dict[str, Any]:
-    """Final accuracy, its mean over training, and the difference against the baseline; of seeds that every method has finished."""
+    """Final accuracy, its mean over training, and the difference against the baseline; of seeds
+    that every method has finished.
+    """
     last = max(row["step"] for row in rows)
     by_method = {method: [row for row in rows if row["method"] == method] for method in rates}
-    seeds = sorted(set.intersection(*({row["seed"] for row in own if row["step"] == last} for own in by_method.values())))
-    end = {m: {row["seed"]: row for row in own if row["step"] == last} for m, own in by_method.items()}
-    final = {method: np.array([end[method][seed]["accuracy"] for seed in seeds]) for method in rates}
+    seeds = sorted(
+        set.intersection(
+            *({row["seed"] for row in own if row["step"] == last} for own in by_method.values())
+        )
+    )
+    end = {
+        m: {row["seed"]: row for row in own if row["step"] == last} for m, own in by_method.items()
+    }
+    final = {
+        method: np.array([end[method][seed]["accuracy"] for seed in seeds]) for method in rates
+    }
     others = [method for method in rates if method != baseline]
     against = {}
     if len(seeds) > 1 and others:
-        test = stats.dunnett(*(final[method] for method in others), control=final[baseline], random_state=0)
+        test = stats.dunnett(
+            *(final[method] for method in others), control=final[baseline], random_state=0
+        )
         interval = test.confidence_interval(0.95)
         against = {
-            m: (float(p), float(low), float(high)) for m, p, low, high in zip(others, test.pvalue, interval.low, interval.high)
+            m: (float(p), float(low), float(high))
+            for m, p, low, high in zip(others, test.pvalue, interval.low, interval.high)
         }
     out: dict[str, Any] = {}
     for method, own in by_method.items():
-        curve = [[row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0] for seed in seeds]
+        curve = [
+            [row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0]
+            for seed in seeds
+        ]
         out[method] = {
             "rate": float(rates[method]),
             "seeds": seeds,
-            "start": float(np.mean([row["accuracy"] for row in own if row["step"] == 0 and row["seed"] in seeds])),
+            "start": float(
+                np.mean(
+                    [row["accuracy"] for row in own if row["step"] == 0 and row["seed"] in seeds]
+                )
+            ),
             "final_S": final[method].tolist(),
             "final": over_seeds(final[method].tolist()),
             "curve_mean": over_seeds([float(np.mean(values)) for values in curve]),
-            **{name: float(np.mean([end[method][seed][name] for seed in seeds])) for name in AT_END},
+            **{
+                name: float(np.mean([end[method][seed][name] for seed in seeds])) for name in AT_END
+            },
             **closing_of([end[method][seed] for seed in seeds]),
         }
         if method in against:
             p, low, high = against[method]
             difference = float(final[method].mean() - final[baseline].mean())
-            verdict = "within noise" if low <= 0 <= high else "better" if difference > 0 else "worse"
+            verdict = (
+                "within noise" if low <= 0 <= high else "better" if difference > 0 else "worse"
+            )
             out[method] |= {"difference": [difference, low, high], "p": p, "verdict": verdict}
     return out
 
@@ -162,56 +212,106 @@ def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) ->
 def closing_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means of the closing evaluations over the runs that have one, and how many that are."""
     closed = [row for row in rows if "greedy" in row]
-    keys = [key for key in (closed[0] if closed else {}) if key in ("greedy", "sampled") or key.startswith("pass@")]
-    return {"num_closed": len(closed), **{key: float(np.mean([row[key] for row in closed])) for key in keys}}
+    keys = [
+        key
+        for key in (closed[0] if closed else {})
+        if key in ("greedy", "sampled") or key.startswith("pass@")
+    ]
+    return {
+        "num_closed": len(closed),
+        **{key: float(np.mean([row[key] for row in closed])) for key in keys},
+    }
 
 
 def table(found: dict[str, Any], baseline: str) -> str:
     """Markdown, best first; points of percent."""
-    passed = next((key for row in found.values() for key in row if key.startswith("pass@")), "pass@k")
+    passed = next(
+        (key for row in found.values() for key in row if key.startswith("pass@")), "pass@k"
+    )
     lines = [
-        f"| method | learning rate | accuracy, sampled | against {baseline} | verdict | mean over training | greedy | {passed} | entropy |",
+        (
+            f"| method | learning rate | accuracy, sampled | against {baseline} | verdict | mean"
+            f" over training | greedy | {passed} | entropy |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, row in sorted(found.items(), key=lambda item: -item[1]["final"][0]):
         against, verdict = "", "baseline"
         if "difference" in row:
-            against, verdict = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in row["difference"])), row["verdict"]
+            against, verdict = (
+                "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in row["difference"])),
+                row["verdict"],
+            )
         final = "{:.1f}% [{:.1f}, {:.1f}]".format(*(100 * x for x in row["final"]))
         beside = [f"{100 * row[key]:.1f}%" if key in row else "" for key in ("greedy", passed)]
-        cells = [f"`{method}`", f"{row['rate']:g}", final, against, verdict, f"{100 * row['curve_mean'][0]:.1f}%", *beside]
+        cells = [
+            f"`{method}`",
+            f"{row['rate']:g}",
+            final,
+            against,
+            verdict,
+            f"{100 * row['curve_mean'][0]:.1f}%",
+            *beside,
+        ]
         lines.append(f"| {' | '.join(cells)} | {row['entropy']:.2f} |")
     return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="recipes/demo.yaml")
-    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe for all runs (repeatable)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        help="override a key of the recipe for all runs (repeatable)",
+    )
     parser.add_argument("--methods", nargs="+", default=list(cp.methods()), metavar="NAME")
     parser.add_argument("--baseline", default="grpo")
-    parser.add_argument("--rates", nargs="+", default=["1e-4", "3e-4", "1e-3"], help="learning rates to choose from")
-    parser.add_argument("--lower", default="3e-5", help="one more rate where the lowest is the best; empty for none")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1e-4", "3e-4", "1e-3"], help="learning rates to choose from"
+    )
+    parser.add_argument(
+        "--lower", default="3e-5", help="one more rate where the lowest is the best; empty for none"
+    )
     parser.add_argument("--tune-seed", type=int, default=0)
     parser.add_argument("--tune-prompts", type=int, default=400)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25, help="rollout batches of a run")
     parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=800, help="held-out prompts that judge, beside those of tuning")
     parser.add_argument(
-        "--closing", type=int, default=8, help="samples a prompt of the last evaluation, for pass@k; greedy beside it"
+        "--prompts",
+        type=int,
+        default=800,
+        help="held-out prompts that judge, beside those of tuning",
+    )
+    parser.add_argument(
+        "--closing",
+        type=int,
+        default=8,
+        help="samples a prompt of the last evaluation, for pass@k; greedy beside it",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/methods"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/methods_bundled"))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time, one thread each")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at the same time, one thread each",
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=float, default=math.inf, help="begin no run after so many seconds")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="begin no run after so many seconds"
+    )
     args = parser.parse_args()
     for name in args.methods:
         cp.method(name)  # an unknown one is an error that names the nearest
     if args.baseline not in args.methods:
         parser.error(
-            f"--baseline {args.baseline}: not among the methods. Add it to --methods or choose one of {', '.join(args.methods)}."
+            f"--baseline {args.baseline}: not among the methods. Add it to --methods or choose one"
+            f" of {', '.join(args.methods)}."
         )
     return args
 

@@ -1,11 +1,12 @@
-"""E5 of docs/claims.md: do whole prompts and balanced signs in an optimizer step improve training? The bundled model, several seeds a plan.
+"""E5 of docs/claims.md: do whole prompts and balanced signs in an optimizer step improve training?
+The bundled model, several seeds a plan.
 
     python benchmarks/run_plans.py --seeds 5 --jobs 15 --out benchmarks/results/claims_plans
 
-Runs of one seed see the same prompts and start from the same weights; they differ by the plan alone. ``final`` is held-out accuracy after
-the last rollout batch, ``mean`` the average over all evaluations after the first (who learns sooner). Differences are against shuffled rows,
-seed by seed, with 95% bootstrap intervals over seeds. Runs that are there are not made again.
-"""
+Runs of one seed see the same prompts and start from the same weights; they differ by the plan
+alone. ``final`` is held-out accuracy after the last rollout batch, ``mean`` the average over all
+evaluations after the first (who learns sooner). Differences are against shuffled rows, seed by
+seed, with 95% bootstrap intervals over seeds. Runs that are there are not made again."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ PLANS = ("random_rows", "query_preserved", "reward_balanced")
 def main() -> None:
     args = arguments()
     cases = {
-        (plan, seed): Case(f"{plan}-{seed}", {"seed": seed, "method.plan": plan}) for seed in range(args.seeds) for plan in PLANS
+        (plan, seed): Case(f"{plan}-{seed}", {"seed": seed, "method.plan": plan})
+        for seed in range(args.seeds)
+        for plan in PLANS
     }
     settings = {"num_steps": args.steps, "eval.every": args.eval_every, "device": "cpu"}
-    evals = run_all("recipes/demo.yaml", list(cases.values()), args.runs, jobs=args.jobs, settings=settings)
+    evals = run_all(
+        "recipes/demo.yaml", list(cases.values()), args.runs, jobs=args.jobs, settings=settings
+    )
     rows = [
         {"plan": plan, "seed": seed, "step": row["step"], "accuracy": row["eval/accuracy"]}
         for (plan, seed), case in cases.items()
@@ -36,7 +41,10 @@ def main() -> None:
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "accuracy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {"command": ["python", "benchmarks/run_plans.py", *sys.argv[1:]], "numbers": numbers(rows)}
+    summary = {
+        "command": ["python", "benchmarks/run_plans.py", *sys.argv[1:]],
+        "numbers": numbers(rows),
+    }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for plan, found in summary["numbers"].items():
         print(plan, json.dumps(found))
@@ -52,32 +60,51 @@ def numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for key, values in found.items():
             out[plan][f"{key}_average"] = round(float(np.mean(values)), 4)
             if plan != PLANS[0]:
-                out[plan][f"{key}_difference"] = interval(np.array(values) - np.array(scores[PLANS[0]][key]))
+                out[plan][f"{key}_difference"] = interval(
+                    np.array(values) - np.array(scores[PLANS[0]][key])
+                )
     return out
 
 
 def by_seed(rows: list[dict[str, Any]], plan: str, last: int) -> dict[str, list[float]]:
     own = [row for row in rows if row["plan"] == plan]
     seeds = sorted({row["seed"] for row in own})
-    later = {seed: [row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0] for seed in seeds}
+    later = {
+        seed: [row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0]
+        for seed in seeds
+    }
     final = {row["seed"]: row["accuracy"] for row in own if row["step"] == last}
-    return {"final": [final[seed] for seed in seeds], "mean": [float(np.mean(later[seed])) for seed in seeds]}
+    return {
+        "final": [final[seed] for seed in seeds],
+        "mean": [float(np.mean(later[seed])) for seed in seeds],
+    }
 
 
 def interval(value_S: np.ndarray) -> dict[str, float]:
     draws = np.random.default_rng(0).choice(value_S, (2000, len(value_S))).mean(1)
     low, high = np.percentile(draws, (2.5, 97.5))
-    return {"mean": round(float(value_S.mean()), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return {
+        "mean": round(float(value_S.mean()), 4),
+        "low": round(float(low), 4),
+        "high": round(float(high), 4),
+    }
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/plans"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/claims_plans"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time, one thread each")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at the same time, one thread each",
+    )
     return parser.parse_args()
 
 

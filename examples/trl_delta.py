@@ -1,4 +1,6 @@
-"""DelTA inside TRL on a CPU: the bundled model learns arithmetic, nothing is downloaded. About four minutes on two cores.
+"""DelTA inside TRL on a CPU: the bundled model learns arithmetic, nothing is downloaded.
+
+About four minutes on two cores.
 
 python examples/trl_delta.py
 python examples/trl_delta.py --method dfpo_min --max_steps 8       any setting of GRPOConfig and CreditGRPOConfig
@@ -14,7 +16,7 @@ from datasets import Dataset
 from trl import TrlParser
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
-from counterpoise.rollouts.models import locate
+from counterpoise.policy.load import locate
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.types import Prompt
 
@@ -44,7 +46,10 @@ SETTINGS = {
 def is_correct(prompts, completions, answer, **columns):
     """The reward: 1 if the closing sentence names the right number."""
     texts = [completion[0]["content"] for completion in completions]
-    return [TASK.reward(Prompt("", question[0]["content"], right), text) for question, text, right in zip(prompts, texts, answer)]
+    return [
+        TASK.reward(Prompt("", question[0]["content"], right), text)
+        for question, text, right in zip(prompts, texts, answer)
+    ]
 
 
 if __name__ == "__main__":
@@ -52,6 +57,11 @@ if __name__ == "__main__":
     parser.set_defaults(**SETTINGS)
     (args,) = parser.parse_args_and_config()
     asked = list(islice(TASK.prompts("train", seed=args.seed), 32 * 32))
-    rows = [{"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.answer} for prompt in asked]
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.answer}
+        for prompt in asked
+    ]
     model = locate("bundled").place
-    CreditGRPOTrainer(model=model, reward_funcs=is_correct, args=args, train_dataset=Dataset.from_list(rows)).train()
+    CreditGRPOTrainer(
+        model=model, reward_funcs=is_correct, args=args, train_dataset=Dataset.from_list(rows)
+    ).train()

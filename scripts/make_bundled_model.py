@@ -2,10 +2,10 @@
 
     python scripts/make_bundled_model.py --out src/counterpoise/bundled
 
-Supervised training on worked answers to train-split problems, drawn fresh for every batch, until the model solves the target share of
-fresh train-split problems when sampled at temperature 1. The held-out (test) split is touched once, to print the final accuracy.
-Two CPU cores, float32, under 20 minutes.
-"""
+Supervised training on worked answers to train-split problems, drawn fresh for every batch, until
+the model solves the target share of fresh train-split problems when sampled at temperature 1. The
+held-out (test) split is touched once, to print the final accuracy. Two CPU cores, float32, under 20
+minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from counterpoise.rollouts import sample
+from counterpoise.sampling import sample
 from counterpoise.tasks import arithmetic
 from counterpoise.types import Prompt
 
@@ -33,14 +33,22 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-# a word or sign with the space before it; every digit by itself, so that numbers have to be computed
+# a word or sign with the space before it; every digit by itself, so that numbers have to be
+# computed
 PIECE = r" ?[A-Za-z]+| ?[0-9]| ?[^A-Za-z0-9\s]|\s"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words of the task as whole tokens; any other ASCII text falls back to characters, so that decoding is lossless."""
-    vocabulary = {token: number for number, token in enumerate(itertools.chain(SPECIAL, string.printable, _words()))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
+    """Words of the task as whole tokens; any other ASCII text falls back to characters, so that
+    decoding is lossless.
+    """
+    vocabulary = {
+        token: number
+        for number, token in enumerate(itertools.chain(SPECIAL, string.printable, _words()))
+    }
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix="")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
@@ -59,13 +67,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def _words() -> list[str]:
     task = arithmetic
-    phrases = (*task.OPENINGS, *task.STARTS, *task.CONNECTIVES, *task.PLUS, *task.MINUS, *task.RESULTS, task.CLOSING, "What is")
+    phrases = (
+        *task.OPENINGS,
+        *task.STARTS,
+        *task.CONNECTIVES,
+        *task.PLUS,
+        *task.MINUS,
+        *task.RESULTS,
+        task.CLOSING,
+        "What is",
+    )
     words = sorted({word.strip(".") for phrase in phrases for word in phrase.split()} - {"{}", ""})
     signs = [" " + sign for sign in "0123456789+-"]
     return [*(" " + word for word in words), *(word for word in words if len(word) > 1), *signs]
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int) -> LlamaForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int
+) -> LlamaForCausalLM:
     """A Llama with random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -81,20 +100,27 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, hea
         bos_token_id=None,
     )
     model = LlamaForCausalLM(config).float()
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
 def chat(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
     """The text the model reads before it answers."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
     assert isinstance(text, str)
     return text
 
 
 def demonstrations(seed: int, start: int) -> Iterator[tuple[str, str]]:
     """(question, worked answer) of train-split problems, mostly of the default difficulty."""
-    streams = {name: arithmetic.Arithmetic(name).prompts("train", seed, start) for name in ("easy", "medium")}
+    streams = {
+        name: arithmetic.Arithmetic(name).prompts("train", seed, start)
+        for name in ("easy", "medium")
+    }
     for position in itertools.count(start):
         rng = random.Random(f"demonstration/{seed}/{position}")
         name = "medium" if rng.random() < 0.75 else "easy"
@@ -102,7 +128,9 @@ def demonstrations(seed: int, start: int) -> Iterator[tuple[str, str]]:
         yield prompt.text, arithmetic.demonstration(prompt, rng)
 
 
-def supervised_batch(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
+def supervised_batch(
+    tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
+) -> dict[str, Tensor]:
     """Right-padded ids and labels; the loss counts the answer's tokens alone."""
     questions = [tokenizer(chat(tokenizer, question)).input_ids for question, _ in pairs]
     answers = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for _, answer in pairs]
@@ -115,29 +143,55 @@ def supervised_batch(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, 
     return {"input_ids": ids, "labels": labels}
 
 
-def num_solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt], *, greedy: bool = False) -> int:
+def num_solved(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[Prompt],
+    *,
+    greedy: bool = False,
+) -> int:
     """Sample one answer a prompt at temperature 1 (or greedily) and count the right ones."""
     prompt_ids = [tokenizer(chat(tokenizer, prompt.text)).input_ids for prompt in prompts]
     stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    rollouts = sample(model, prompt_ids, max_new_tokens=128, stop_ids=[stop], pad_id=pad, seed=0, greedy=greedy, max_rows=512)
+    rollouts = sample(
+        model,
+        prompt_ids,
+        max_new_tokens=128,
+        stop_ids=[stop],
+        pad_id=pad,
+        seed=0,
+        greedy=greedy,
+        max_rows=512,
+    )
     responses = [row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT, rollouts.mask_NT)]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return sum(int(arithmetic.Arithmetic().reward(prompt, text)) for prompt, text in zip(prompts, texts))
+    return sum(
+        int(arithmetic.Arithmetic().reward(prompt, text)) for prompt, text in zip(prompts, texts)
+    )
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
-    """AdamW with warm-up until the model solves about the target share of fresh train-split problems at temperature 1.
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> None:
+    """AdamW with warm-up until the model solves about the target share of fresh train-split
+    problems at temperature 1.
 
-    The weights are taken as they are, at a high learning rate that makes them jump by ten points from check to check. Their
-    running mean is smoother, but RL then hardly moves it (LOG.md).
+    The weights are taken as they are, at a high learning rate that makes them jump by ten points
+    from check to check. Their running mean is smoother, but RL then hardly moves it (LOG.md).
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
     pairs = demonstrations(args.seed, 0)
-    checks = list(itertools.islice(arithmetic.Arithmetic().prompts("train", seed=args.seed + 1), 512))
+    checks = list(
+        itertools.islice(arithmetic.Arithmetic().prompts("train", seed=args.seed + 1), 512)
+    )
     began = time.time()
     for step in range(1, args.max_steps + 1):
-        loss = model(**supervised_batch(tokenizer, list(itertools.islice(pairs, args.batch_size)))).loss
+        loss = model(
+            **supervised_batch(tokenizer, list(itertools.islice(pairs, args.batch_size)))
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -145,21 +199,33 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
         warmup.step()
         if step >= args.first_check and step % args.check_every == 0:
             solved_frac = num_solved(model, tokenizer, checks) / len(checks)
-            print(f"step {step}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s",
+                flush=True,
+            )
             if args.target <= solved_frac <= args.target + 0.06:
                 return
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model and tokenizer files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the model and tokenizer files"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--target", type=float, default=0.33, help="stop when this share of fresh train-split problems is solved")
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.33,
+        help="stop when this share of fresh train-split problems is solved",
+    )
 
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--first-check", type=int, default=450)
@@ -168,7 +234,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args.hidden, args.layers, args.heads)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens",
+        flush=True,
+    )
     train(model, tokenizer, args)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
@@ -176,7 +245,10 @@ def main() -> None:
     for name, greedy in (("temperature 1", False), ("greedy", True)):
         solved = num_solved(model, tokenizer, held_out, greedy=greedy)
         low, high = binomtest(solved, len(held_out)).proportion_ci(method="wilson")
-        print(f"held-out, {name}: {solved / len(held_out):.3f} [{low:.3f}, {high:.3f}] of {len(held_out)} problems", flush=True)
+        print(
+            f"held-out, {name}: {solved / len(held_out):.3f} [{low:.3f}, {high:.3f}] of {len(held_out)} problems",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Names of tests, which must be the same in every worker process (functions are named, not printed with their address), and fixtures of several files."""
+"""Names of tests, which must be the same in every worker process (functions are named, not printed
+with their address), and fixtures of several files.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,33 @@ from typing import Any
 import pytest
 import torch
 
-from counterpoise.build import base, bound
+from counterpoise.stage import base, bound
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     if not callable(val) or isinstance(val, type):
         return None
-    params = "-".join(f"{key}={value}" for key, value in bound(val).items() if isinstance(value, (str, int, float)))
+    params = "-".join(
+        f"{key}={value}"
+        for key, value in bound(val).items()
+        if isinstance(value, (str, int, float))
+    )
     return f"{getattr(base(val), '__name__', type(val).__name__)}{f'({params})' if params else ''}"
 
 
 @pytest.fixture
 def wide_norms(monkeypatch):
-    """The norms of Hugging Face compute in float32 whatever comes in; here they keep float64, so that rounding hides nothing."""
+    """The norms of Hugging Face compute in float32 whatever comes in; here they keep float64, so
+    that rounding hides nothing.
+    """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         monkeypatch.setattr(norm, "forward", forward)

@@ -1,32 +1,62 @@
-"""counterpoise: see and steer the credit that every token gets in critic-free RL of language models."""
+"""counterpoise: see and steer the credit of every token in critic-free RL of language models.
+
+Names are imported when they are first used (PEP 562): reading a run folder needs no torch.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from counterpoise import advantages, batches, controllers, credit, losses
-from counterpoise.batches import audit, shard
-from counterpoise.build import Control, Stateful, bindable, needs
-from counterpoise.families import (
-    register_advantage,
-    register_controller,
-    register_loss,
-    register_plan,
-    register_reduction,
-    register_rule,
-)
-from counterpoise.losses.token_loss import token_loss
-from counterpoise.methods import Method
-from counterpoise.numerics import LOCAL, Reduce, over_ranks
-from counterpoise.presets import method, methods, register_method
-from counterpoise.types import Credit, Plan, Prompt, Rows, TokenBatch, TokenLoss
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoise import plot as plot
-    from counterpoise.tables import load_run as load_run
+    from counterpoise import advantages, controllers, credit, losses, plans, reductions
+    from counterpoise.catalogue.method import Method
+    from counterpoise.catalogue.presets import method, methods, register_method
+    from counterpoise.catalogue.registry import (
+        register_advantage,
+        register_controller,
+        register_loss,
+        register_plan,
+        register_reduction,
+        register_rule,
+    )
+    from counterpoise.losses.token_loss import token_loss
+    from counterpoise.maths.reduce import LOCAL, Reduce, over_ranks
+    from counterpoise.plans import audit, shard
+    from counterpoise.report import plot
+    from counterpoise.run.tables import load_run
+    from counterpoise.stage import Control, Stateful, bindable, needs
+    from counterpoise.types import Credit, Plan, Prompt, Rows, TokenBatch, TokenLoss
 
 __version__ = "0.1.0"
+
+# public name -> the module that has it; a module's own name stands for the module itself
+_HOMES = {
+    "counterpoise.catalogue.method": ("Method",),
+    "counterpoise.catalogue.presets": ("method", "methods", "register_method"),
+    "counterpoise.catalogue.registry": (
+        "register_advantage",
+        "register_controller",
+        "register_loss",
+        "register_plan",
+        "register_reduction",
+        "register_rule",
+    ),
+    "counterpoise.losses.token_loss": ("token_loss",),
+    "counterpoise.maths.reduce": ("LOCAL", "Reduce", "over_ranks"),
+    "counterpoise.plans": ("audit", "shard"),
+    "counterpoise.run.tables": ("load_run",),
+    "counterpoise.stage": ("Control", "Stateful", "bindable", "needs"),
+    "counterpoise.types": ("Credit", "Plan", "Prompt", "Rows", "TokenBatch", "TokenLoss"),
+}
+_MODULES = {
+    **{
+        axis: f"counterpoise.{axis}"
+        for axis in ("advantages", "controllers", "credit", "losses", "plans", "reductions")
+    },
+    "plot": "counterpoise.report.plot",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LOCAL",
@@ -42,15 +72,18 @@ __all__ = [
     "TokenLoss",
     "advantages",
     "audit",
-    "batches",
     "bindable",
     "controllers",
     "credit",
+    "load_run",
     "losses",
     "method",
     "methods",
     "needs",
     "over_ranks",
+    "plans",
+    "plot",
+    "reductions",
     "register_advantage",
     "register_controller",
     "register_loss",
@@ -63,14 +96,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The notebook door, imported when it is asked for: the core needs torch alone."""
-    if name == "plot":
-        return importlib.import_module("counterpoise.plot")
-    if name == "load_run":
-        return importlib.import_module("counterpoise.tables").load_run
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'counterpoise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "load_run", "plot"]
+    return sorted({*globals(), *__all__})

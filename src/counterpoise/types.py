@@ -38,7 +38,9 @@ class Prompt(NamedTuple):
 # column of a TokenBatch -> how a caller measures it; the keys are the optional columns
 COLUMNS = {
     "entropy_NT": "the entropy of the sampling distribution at each response token",
-    "trainer_logp_NT": "score the rollouts with the model being trained, before the first optimizer step",
+    "trainer_logp_NT": (
+        "score the rollouts with the model being trained, before the first optimizer step"
+    ),
     "ref_logp_NT": "score the rollouts with the frozen reference model",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
@@ -61,7 +63,8 @@ class TokenBatch:
         max_length: the generation limit, if there was one (``constant_length`` divides by it).
         extra: further columns for rules of your own, first axis N.
 
-    The remaining columns are needed only by some rules; ``method.needs`` names them before any forward.
+    The remaining columns are needed only by some rules; ``method.needs`` names them before any
+    forward.
 
     >>> batch = TokenBatch.from_lists([[5, 6, 7], [5, 8]], group=[0, 0], reward=[1.0, 0.0],
     ...                               sampler_logp=[[-0.1, -0.2, -0.3], [-0.1, -2.0]])
@@ -100,18 +103,28 @@ class TokenBatch:
         dtype: torch.dtype = torch.float32,
         **columns: Any,
     ) -> TokenBatch:
-        """Pad ragged lists. Further columns are ragged lists too (``entropy=[[...], ...]``), or ready tensors."""
+        """Pad ragged lists.
+
+        Further columns are ragged lists too (``entropy=[[...], ...]``), or ready tensors.
+        """
         lengths = [len(ids) for ids in token_ids]
         width = max(lengths, default=0)
         mask_NT = torch.arange(width) < torch.tensor(lengths).reshape(-1, 1)
         ragged = {"sampler_logp": sampler_logp}
-        ragged |= {name: columns.pop(name) for name in ("entropy", "trainer_logp", "ref_logp") if name in columns}
+        ragged |= {
+            name: columns.pop(name)
+            for name in ("entropy", "trainer_logp", "ref_logp")
+            if name in columns
+        }
         return cls(
             token_ids_NT=_padded(token_ids, lengths, width, torch.long, "token_ids"),
             mask_NT=mask_NT,
             group_N=torch.as_tensor(group, dtype=torch.long),
             reward_N=torch.as_tensor(reward, dtype=dtype),
-            **{f"{name}_NT": _padded(rows, lengths, width, dtype, name) for name, rows in ragged.items()},
+            **{
+                f"{name}_NT": _padded(rows, lengths, width, dtype, name)
+                for name, rows in ragged.items()
+            },
             **columns,
         )
 
@@ -129,7 +142,10 @@ class TokenBatch:
         found = self.extra.get(name) if name in self.extra else getattr(self, name, None)
         if found is None:
             how = COLUMNS.get(name, "pass it in TokenBatch(extra={...})")
-            raise ValueError(f"TokenBatch has no column {name!r}. Measure it: {how}; then batch.replace({name}=...).")
+            raise ValueError(
+                f"TokenBatch has no column {name!r}. Measure it: {how}; then"
+                f" batch.replace({name}=...)."
+            )
         return found
 
     def replace(self, **columns: Any) -> TokenBatch:
@@ -145,11 +161,16 @@ class TokenBatch:
             if field.name != "extra"
             for value in [getattr(self, field.name)]
         }
-        return TokenBatch(**columns, extra={name: value[row_R] for name, value in self.extra.items()})
+        return TokenBatch(
+            **columns, extra={name: value[row_R] for name, value in self.extra.items()}
+        )
 
 
 class Credit(NamedTuple):
-    """What a method gives to a batch. ``weight_NT`` is credit / advantage (1 where the advantage is 0)."""
+    """What a method gives to a batch.
+
+    ``weight_NT`` is credit / advantage (1 where the advantage is 0).
+    """
 
     advantage_N: Tensor
     weight_NT: Tensor
@@ -161,8 +182,8 @@ class Credit(NamedTuple):
 class Plan(NamedTuple):
     """Rows of each optimizer step, in order, and how they came about.
 
-    ``manifest`` is JSON: the plan's name and parameters, the seed, rows and groups of each step, rows left out.
-    """
+    ``manifest`` is JSON: the plan's name and parameters, the seed, rows and groups of each step,
+    rows left out."""
 
     steps: tuple[Tensor, ...]
     manifest: dict[str, Any]
@@ -177,8 +198,8 @@ class Plan(NamedTuple):
 class Rows(NamedTuple):
     """The columns a loss reads, for the rollouts of one optimizer step or of any cut of it.
 
-    ``scale_NT`` and ``step_NT`` are computed for the whole step before it is cut, so that no cut changes a gradient.
-    """
+    ``scale_NT`` and ``step_NT`` are computed for the whole step before it is cut, so that no cut
+    changes a gradient."""
 
     row_R: Tensor
     mask_NT: Tensor
@@ -200,9 +221,9 @@ class Rows(NamedTuple):
 class TokenLoss(NamedTuple):
     """One value a token, never reduced: ``total = (loss_NT * rows.scale_NT).sum()``.
 
-    ``coef_NT`` is minus the derivative of a token's loss by its own log-prob: times ``scale_NT`` it is the coefficient with which
-    the token's gradient enters the update. Padding has loss 0, coef 0, ratio 1 and is never clipped.
-    """
+    ``coef_NT`` is minus the derivative of a token's loss by its own log-prob: times ``scale_NT`` it
+    is the coefficient with which the token's gradient enters the update. Padding has loss 0, coef
+    0, ratio 1 and is never clipped."""
 
     loss_NT: Tensor
     ratio_NT: Tensor
@@ -210,10 +231,14 @@ class TokenLoss(NamedTuple):
     coef_NT: Tensor
 
 
-def _padded(rows: Sequence[Sequence[Any]], lengths: list[int], width: int, dtype: torch.dtype, name: str) -> Tensor:
+def _padded(
+    rows: Sequence[Sequence[Any]], lengths: list[int], width: int, dtype: torch.dtype, name: str
+) -> Tensor:
     got = [len(row) for row in rows]
     if got != lengths:
-        first = next((i for i, (a, b) in enumerate(zip(got, lengths)) if a != b), min(len(got), len(lengths)))
+        first = next(
+            (i for i, (a, b) in enumerate(zip(got, lengths)) if a != b), min(len(got), len(lengths))
+        )
         raise ValueError(
             f"from_lists: {name} and token_ids disagree at rollout {first}: "
             f"got lengths {got[first : first + 1]}, expected {lengths[first : first + 1]}."
@@ -226,42 +251,59 @@ def _padded(rows: Sequence[Sequence[Any]], lengths: list[int], width: int, dtype
 
 def _check_shapes(batch: TokenBatch) -> None:
     if batch.token_ids_NT.dim() != 2:
-        raise ValueError(f"TokenBatch: token_ids_NT must be [N, T], got {list(batch.token_ids_NT.shape)}.")
+        raise ValueError(
+            f"TokenBatch: token_ids_NT must be [N, T], got {list(batch.token_ids_NT.shape)}."
+        )
     n, t = batch.token_ids_NT.shape
     if n == 0 or t == 0:
         raise ValueError(f"TokenBatch: no rollouts to work on, token_ids_NT is [{n}, {t}].")
-    named = [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name not in ("max_length", "extra")]
+    named = [
+        (f.name, getattr(batch, f.name))
+        for f in dataclasses.fields(batch)
+        if f.name not in ("max_length", "extra")
+    ]
     for name, value in named:
         if value is None or name == "head_VD":
             continue
         axes = name.rsplit("_", 1)[1]
         expected = {"N": n, "T": t}
-        if value.dim() != len(axes) or any(value.shape[k] != expected.get(a, value.shape[k]) for k, a in enumerate(axes)):
+        if value.dim() != len(axes) or any(
+            value.shape[k] != expected.get(a, value.shape[k]) for k, a in enumerate(axes)
+        ):
             raise ValueError(
-                f"TokenBatch: {name} has shape {list(value.shape)}, expected {[expected.get(a, a) for a in axes]} "
-                f"(N={n} rollouts, T={t} padded response tokens from token_ids_NT)."
+                f"TokenBatch: {name} has shape {list(value.shape)}, expected"
+                f" {[expected.get(a, a) for a in axes]} (N={n} rollouts, T={t} padded response"
+                " tokens from token_ids_NT)."
             )
     for name, value in batch.extra.items():
         if value.shape[:1] != (n,):
-            raise ValueError(f"TokenBatch: extra column {name!r} has shape {list(value.shape)}, expected first axis N={n}.")
+            raise ValueError(
+                f"TokenBatch: extra column {name!r} has shape {list(value.shape)}, expected first"
+                f" axis N={n}."
+            )
 
 
 def _check_values(batch: TokenBatch) -> None:
     empty_N = ~batch.mask_NT.any(1)
     if empty_N.any():
         raise ValueError(
-            f"TokenBatch: rollouts {_which(empty_N)} have no response token (mask_NT is all False). "
-            "Drop them, or count the stop token as part of the response."
+            f"TokenBatch: rollouts {_which(empty_N)} have no response token (mask_NT is all False)."
+            " Drop them, or count the stop token as part of the response."
         )
     if not torch.isfinite(batch.reward_N).all():
-        raise ValueError(f"TokenBatch: reward_N is not finite at rollouts {_which(~torch.isfinite(batch.reward_N))}.")
+        raise ValueError(
+            "TokenBatch: reward_N is not finite at rollouts"
+            f" {_which(~torch.isfinite(batch.reward_N))}."
+        )
     for name in FLOAT_COLUMNS:
         value = getattr(batch, name)
         if value is None:
             continue
         bad_N = (~torch.isfinite(value) & batch.mask_NT).any(1)
         if bad_N.any():
-            raise ValueError(f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}.")
+            raise ValueError(
+                f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}."
+            )
 
 
 def _which(bad_N: Tensor) -> str:

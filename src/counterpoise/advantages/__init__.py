@@ -1,8 +1,10 @@
-"""One signed number a rollout, from rewards alone. Each is ``fn(reward_N, group_N, *, params) -> advantage_N``.
+"""One signed number a rollout, from rewards alone.
 
-Group estimators compare a rollout with the others of its prompt: a constant group (all rewards equal) gets exactly 0, a group of one is an
-error. With several ranks a prompt's rollouts lie on one rank. Batch estimators and signs work with one rollout a prompt.
-"""
+Each is ``fn(reward_N, group_N, *, params) -> advantage_N``.
+
+Group estimators compare a rollout with the others of its prompt: a constant group (all rewards
+equal) gets exactly 0, a group of one is an error. With several ranks a prompt's rollouts lie on one
+rank. Batch estimators and signs work with one rollout a prompt."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import as_float, centred, grouped
-from counterpoise.build import bindable
-from counterpoise.numerics import LOCAL, Reduce
+from counterpoise.maths.reduce import LOCAL, Reduce
+from counterpoise.stage import bindable
 
 
 @bindable
@@ -24,7 +24,8 @@ def batch_whitened(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL)
     >>> batch_whitened(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 2])).tolist()
     [1.0, -1.0, 0.0]
 
-    Reference: REINFORCE++, arXiv 2501.03262. Departs from the paper's code, which whitens over tokens, so that long rollouts count more
+    Reference: REINFORCE++, arXiv 2501.03262. Departs from the paper's code, which whitens over
+        tokens, so that long rollouts count more
     in mean and std: here every rollout counts once.
     """
     reward_N = as_float(reward_N)
@@ -39,7 +40,8 @@ def batch_whitened(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL)
 def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL) -> Tensor:
     """A = (R - m) / unbiased std of R - m over the batch, m the group's mean.
 
-    Constant groups get exactly 0 and count in the std; if every group is constant all advantages are 0.
+    Constant groups get exactly 0 and count in the std; if every group is constant all advantages
+    are 0.
 
     Args:
         reward_N: [N] rewards.
@@ -49,7 +51,8 @@ def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = 
     >>> group_mean_batch_std(torch.tensor([4.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1])).tolist()
     [2.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
-    Reference: REINFORCE++-baseline, arXiv 2501.03262. Departs from the paper's code as ``batch_whitened`` does.
+    Reference: REINFORCE++-baseline, arXiv 2501.03262. Departs from the paper's code as
+        ``batch_whitened`` does.
     """
     reward_N, by_prompt = grouped("group_mean_batch_std", reward_N, group_N)
     centred_N = centred(reward_N, by_prompt)
@@ -60,7 +63,10 @@ def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = 
 def _batch_size(name: str, reward_N: Tensor, reduce: Reduce) -> Tensor:
     count = reduce.sum(reward_N.new_tensor(len(reward_N)))
     if count < 2:
-        raise ValueError(f"{name} divides by the spread of the batch, but the batch has one rollout. Sample more, or use signs.")
+        raise ValueError(
+            f"{name} divides by the spread of the batch, but the batch has one rollout. Sample"
+            " more, or use signs."
+        )
     return count
 
 

@@ -1,4 +1,7 @@
-"""FADE's advantage: hard prompts are damped by a power, failures divided by delta. The controller of the same name moves both."""
+"""FADE's advantage: hard prompts are damped by a power, failures divided by delta.
+
+The controller of the same name moves both.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import centred, grouped
-from counterpoise.build import bindable
+from counterpoise.stage import bindable
 
 
 @bindable
 def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float = 1.0) -> Tensor:
-    """A = (1 - m)^(alpha - 1) (R - m), and negative values are divided by delta; m is the prompt's solve rate. No std.
+    """A = (1 - m)^(alpha - 1) (R - m), and negative values are divided by delta; m is the prompt's
+    solve rate. No std.
 
-    The success mass of a prompt, the sum of its positive advantages over G, is m (1 - m)^alpha, the failure mass that over delta.
-    (alpha, delta) = (1, 1) is ``group_mean``; other fixed values give its power and asymmetric variants.
+    The success mass of a prompt, the sum of its positive advantages over G, is m (1 - m)^alpha, the
+    failure mass that over delta.
+    (alpha, delta) = (1, 1) is ``group_mean``; other fixed values give its power and asymmetric
+    variants.
 
     Args:
         reward_N: [N] rewards, 0 or 1.
@@ -35,7 +41,8 @@ def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float 
     reward_N, by_prompt = grouped("fade", reward_N, group_N)
     check_binary("fade", reward_N)
     failed_N = 1 - by_prompt.mean(reward_N)[by_prompt.index_N]
-    # (1 - m) is 0 only in constant groups, where 0 to a negative power would make NaN of an advantage of 0
+    # (1 - m) is 0 only in constant groups, where 0 to a negative power would make NaN of an
+    # advantage of 0
     failed_N = torch.where(by_prompt.is_constant(reward_N), 1, failed_N)
     advantage_N = failed_N ** (alpha - 1) * centred(reward_N, by_prompt)
     return torch.where(advantage_N < 0, advantage_N / delta, advantage_N)

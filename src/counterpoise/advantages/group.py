@@ -1,6 +1,9 @@
-"""Estimators that compare a rollout with the others of its prompt. Group: rewards R_1..R_G, mean m, unbiased std s.
+"""Estimators that compare a rollout with the others of its prompt.
 
-All share two laws: a group whose rewards are all equal gets exactly 0, decided on rewards (rounding leaves R - m != 0 for seven rewards of
+Group: rewards R_1..R_G, mean m, unbiased std s.
+
+All share two laws: a group whose rewards are all equal gets exactly 0, decided on rewards (rounding
+leaves R - m != 0 for seven rewards of
 0.7, and dividing by s + eps blows it up); a group of one is an error, nothing silently becomes 0.
 """
 
@@ -11,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable
-from counterpoise.numerics import Groups, groups
+from counterpoise.maths.reduce import Groups, groups
+from counterpoise.stage import bindable
 
 WORK_ALONE = "batch_whitened, signs, positives_only, negatives_only, weighted_signs"
 
@@ -46,7 +49,8 @@ def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Ten
     >>> group_zscore(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), eps=0.0).tolist()
     [1.0, -1.0, 0.0]
 
-    Reference: GRPO, arXiv 2402.03300, Section 4.1.2. Reads the paper's std as the unbiased one and adds eps, as TRL and verl do.
+    Reference: GRPO, arXiv 2402.03300, Section 4.1.2. Reads the paper's std as the unbiased one and
+        adds eps, as TRL and verl do.
     """
     if not _is_number(eps) or eps < 0:
         raise ValueError(f"group_zscore: eps must be a number >= 0, got {eps!r}.")
@@ -77,7 +81,9 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
 
 @bindable
 def max_rl(reward_N: Tensor, group_N: Tensor) -> Tensor:
-    """A = (R - m) / m, and 0 where m = 0. Rewards are >= 0, so that m = 0 only where nothing was solved.
+    """A = (R - m) / m, and 0 where m = 0.
+
+    Rewards are >= 0, so that m = 0 only where nothing was solved.
 
     Args:
         reward_N: [N] rewards, >= 0.
@@ -86,27 +92,32 @@ def max_rl(reward_N: Tensor, group_N: Tensor) -> Tensor:
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0])).tolist()
     [3.0, -1.0, -1.0, -1.0]
 
-    Reference: MaxRL, arXiv 2602.02710. A negative mean would turn every sign around: that is an error here.
+    Reference: MaxRL, arXiv 2602.02710. A negative mean would turn every sign around: that is an
+        error here.
     """
     reward_N, by_prompt = grouped("max_rl", reward_N, group_N)
     if (reward_N < 0).any():
         first = int((reward_N < 0).nonzero()[0])
         raise ValueError(
-            f"max_rl: rewards must be >= 0, got {float(reward_N[first])} at rollout {first}. Shift the rewards, or use group_mean."
+            f"max_rl: rewards must be >= 0, got {float(reward_N[first])} at rollout {first}. Shift"
+            " the rewards, or use group_mean."
         )
     mean_N = by_prompt.mean(reward_N)[by_prompt.index_N]
     return centred(reward_N, by_prompt) / torch.where(by_prompt.is_constant(reward_N), 1, mean_N)
 
 
 def grouped(name: str, reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Groups]:
-    """Rewards as float32 or wider, and their groups; a group of one is an error that names the estimators that work."""
+    """Rewards as float32 or wider, and their groups; a group of one is an error that names the
+    estimators that work.
+    """
     by_prompt = groups(group_N)
     is_alone_P = by_prompt.size_P == 1
     if is_alone_P.any():
         num_alone, num_prompts = int(is_alone_P.sum()), len(is_alone_P)
         raise ValueError(
-            f"{name} compares the rollouts of one prompt, but {num_alone} of {num_prompts} prompts have only one rollout (G = 1). "
-            f"Sample two or more a prompt, or use an estimator that works with one: {WORK_ALONE}."
+            f"{name} compares the rollouts of one prompt, but {num_alone} of {num_prompts} prompts"
+            " have only one rollout (G = 1). Sample two or more a prompt, or use an estimator that"
+            f" works with one: {WORK_ALONE}."
         )
     return as_float(reward_N), by_prompt
 

@@ -1,4 +1,7 @@
-"""Advantages that look at one rollout alone: success is R > threshold. They work with one rollout a prompt."""
+"""Advantages that look at one rollout alone: success is R > threshold.
+
+They work with one rollout a prompt.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import as_float
-from counterpoise.build import bindable
+from counterpoise.stage import bindable
 
 
 @bindable
@@ -53,8 +56,11 @@ def negatives_only(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5)
 
 
 @bindable
-def weighted_signs(reward_N: Tensor, group_N: Tensor, *, positive: float = 0.1, threshold: float = 0.5) -> Tensor:
-    """A = positive if R > threshold, else -1. positive = 1 is ``signs``, positive = 0 is ``negatives_only``.
+def weighted_signs(
+    reward_N: Tensor, group_N: Tensor, *, positive: float = 0.1, threshold: float = 0.5
+) -> Tensor:
+    """A = positive if R > threshold, else -1. positive = 1 is ``signs``, positive = 0 is
+    ``negatives_only``.
 
     Args:
         reward_N: [N] rewards.
@@ -72,9 +78,13 @@ def weighted_signs(reward_N: Tensor, group_N: Tensor, *, positive: float = 0.1, 
     return _sides("weighted_signs", reward_N, threshold, positive=float(positive), negative=1.0)
 
 
-def _sides(name: str, reward_N: Tensor, threshold: float, *, positive: float, negative: float) -> Tensor:
+def _sides(
+    name: str, reward_N: Tensor, threshold: float, *, positive: float, negative: float
+) -> Tensor:
     if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
         raise ValueError(f"{name}: threshold must be a finite number, got {threshold!r}.")
     reward_N = as_float(reward_N)
     # 0 - negative: a side that is switched off is 0.0, never -0.0
-    return torch.where(reward_N > threshold, reward_N.new_tensor(positive), reward_N.new_tensor(0 - negative))
+    return torch.where(
+        reward_N > threshold, reward_N.new_tensor(positive), reward_N.new_tensor(0 - negative)
+    )

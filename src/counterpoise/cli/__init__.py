@@ -1,14 +1,17 @@
-"""The command line: one file a sub-command. A mistake of the user is one line on stderr and exit code 2, never a traceback."""
+"""The command line: one file a sub-command.
+
+A mistake of the user is one line on stderr and exit code 2, never a traceback.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 
-# sub-command -> what it does; cli/<name>.py holds a function of that name (with a trailing underscore where Python has the word)
-# and is imported only when it is asked for
+# sub-command -> what it does; cli/<name>.py holds a function of that name (with a trailing
+# underscore where Python has the word) and is imported only when it is asked for
 COMMANDS = {
     "train": "Train a model by a recipe.",
     "eval": "Held-out accuracy of a model or a run; paired comparison of two.",
@@ -39,7 +42,9 @@ def main() -> None:
         sys.exit(0)
     if args[0] not in COMMANDS:
         fail(f"unknown command {args[0]!r}. {nearest(args[0], COMMANDS)}")
-    app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+    )
     name = f"{args[0]}_" if args[0] in ("eval", "import") else args[0]
     app.command(name=args[0])(getattr(importlib.import_module(f"counterpoise.cli.{name}"), name))
     try:
@@ -56,9 +61,15 @@ def overview() -> str:
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
-            "counterpoise: see and steer the credit that every token gets in critic-free RL of language models.",
+            (
+                "counterpoise: see and steer the credit that every token gets in critic-free RL of"
+                " language models."
+            ),
             "",
-            "Usage: counterpoise COMMAND [OPTIONS]      counterpoise COMMAND --help shows an example",
+            (
+                "Usage: counterpoise COMMAND [OPTIONS]      counterpoise COMMAND --help shows an"
+                " example"
+            ),
             "",
             *lines,
         ]
@@ -67,7 +78,7 @@ def overview() -> str:
 
 def fail(message: str) -> None:
     """One line for a person, exit code 2; what came out of a file cannot steer the terminal."""
-    from counterpoise.report.text import visible
+    from counterpoise.text import visible
 
     print(f"counterpoise: {visible(message, keep=chr(10))}", file=sys.stderr)
     sys.exit(2)

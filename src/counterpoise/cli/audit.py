@@ -10,17 +10,28 @@ import typer
 
 
 def audit(
-    source: Annotated[Path, typer.Argument(help="A run folder, or one rollouts file (parquet with group, reward, token_ids).")],
-    step: Annotated[int | None, typer.Option(min=0, help="One rollout batch of the run; all by default.")] = None,
-    num_steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps a batch; the run's own, or 4.")] = None,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, or one rollouts file (parquet with group, reward, token_ids)."
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="One rollout batch of the run; all by default.")
+    ] = None,
+    num_steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Optimizer steps a batch; the run's own, or 4."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of plans that draw.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Which good and bad rollouts of a prompt meet in one optimizer step: as trained, under our plans, in TRL and in verl.
+    """Which good and bad rollouts of a prompt meet in one optimizer step: as trained, under our
+    plans, in TRL and in verl.
 
     Example: `counterpoise audit runs/demo --step 20`
     """
-    from counterpoise.probes.plan_audit import audit_plans
+    from counterpoise.probes.plans import audit_plans
 
     if not source.exists():
         raise ValueError(f"audit: no file or folder {str(source)!r}.")
@@ -36,21 +47,37 @@ def _print_table(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from counterpoise.probes.plan_audit import averages
+    from counterpoise.probes.plans import averages
 
     num = max(len(audits) for audits in found["plans"].values())
     table = Table(
-        box=box.SIMPLE_HEAD, title=f"{num} rollout batches, {found['num_steps']} optimizer steps each", title_justify="left"
+        box=box.SIMPLE_HEAD,
+        title=f"{num} rollout batches, {found['num_steps']} optimizer steps each",
+        title_justify="left",
     )
-    for name in ("plan", "pairs kept", "prompts split", "positive share", "tokens a step", "rows left out"):
+    for name in (
+        "plan",
+        "pairs kept",
+        "prompts split",
+        "positive share",
+        "tokens a step",
+        "rows left out",
+    ):
         table.add_column(name, justify="left" if name == "plan" else "right")
     for label, audits in found["plans"].items():
         one = averages(audits)
         share = f"{one['positive_frac_min']:.2f} to {one['positive_frac_max']:.2f}"
         tokens = f"{one['tokens_min']:.0f} to {one['tokens_max']:.0f}"
-        kept, split, left_out = f"{one['pairs_kept']:.3f}", f"{one['prompts_split_frac']:.3f}", f"{one['num_left_out']:.1f}"
+        kept, split, left_out = (
+            f"{one['pairs_kept']:.3f}",
+            f"{one['prompts_split_frac']:.3f}",
+            f"{one['num_left_out']:.1f}",
+        )
         table.add_row(label, kept, split, share, tokens, left_out)
     Console(width=132).print(table)
-    print("pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one optimizer step")
+    print(
+        "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one optimizer"
+        " step"
+    )
     for problem in found["problems"]:
         print(f"not possible: {problem}")

@@ -13,7 +13,19 @@ import typer
 
 from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed, version_of
 
-PACKAGES = ("counterpoise", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "verl", "vllm", "ray", "pyarrow")
+PACKAGES = (
+    "counterpoise",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "trl",
+    "verl",
+    "vllm",
+    "ray",
+    "pyarrow",
+)
 HOSTS = ("trl", "verl")
 
 
@@ -21,11 +33,13 @@ def doctor(
     host: Annotated[str | None, typer.Argument(help="Look at one host: trl or verl.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Versions, devices, hosts: what is there, what got registered, what is broken and the fix. Ends with 1 if something is.
+    """Versions, devices, hosts: what is there, what got registered, what is broken and the fix.
 
-    Trains a tiny model for two updates to prove that credit reaches the host's loss. Example: `counterpoise doctor trl`
-    """
-    from counterpoise.build import nearest
+    Ends with 1 if something is.
+
+    Trains a tiny model for two updates to prove that credit reaches the host's loss. Example:
+    `counterpoise doctor trl`"""
+    from counterpoise.errors import nearest
 
     if host is not None and host not in HOSTS:
         raise ValueError(f"unknown host {host!r}. {nearest(host, HOSTS)}")
@@ -34,7 +48,10 @@ def doctor(
     is_broken = any(not check.is_ok for checks in found.values() for check in checks or [])
     is_broken |= host is not None and found[host] is None
     if json_:
-        hosts = {name: None if checks is None else [check._asdict() for check in checks] for name, checks in found.items()}
+        hosts = {
+            name: None if checks is None else [check._asdict() for check in checks]
+            for name, checks in found.items()
+        }
         print(json.dumps({"machine": machine, "hosts": hosts}, indent=1))
     else:
         print(report(machine, found))
@@ -67,8 +84,13 @@ def check_host(name: str) -> list[Check] | None:
 def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str:
     """Text for a person."""
     gpus = ", ".join(machine["gpus"]) or "no GPU"
-    lines = [f"python {machine['python']} on {machine['platform']}: {machine['cores']} cores, {gpus}"]
-    lines += [f"  {name:<13} {version or 'not installed'}" for name, version in machine["packages"].items()]
+    lines = [
+        f"python {machine['python']} on {machine['platform']}: {machine['cores']} cores, {gpus}"
+    ]
+    lines += [
+        f"  {name:<13} {version or 'not installed'}"
+        for name, version in machine["packages"].items()
+    ]
     for name, checks in found.items():
         lines.append(f"host {name}")
         if checks is None:

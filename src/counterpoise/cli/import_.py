@@ -10,23 +10,32 @@ import typer
 
 def import_(
     kind: Annotated[str, typer.Argument(metavar="FORMAT", help="prime-rl, nemo-rl, slime or trl.")],
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="A file of the dump, or a folder of them.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A file of the dump, or a folder of them.")
+    ],
     out: Annotated[Path, typer.Option(help="The run folder to make.")],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json or a folder with one; without it ids (TRL: words) are shown.")
+        Path | None,
+        typer.Option(
+            help="tokenizer.json or a folder with one; without it ids (TRL: words) are shown."
+        ),
     ] = None,
     reward: Annotated[
-        list[str] | None, typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default.")
+        list[str] | None,
+        typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default."),
     ] = None,
 ) -> None:
     """Make a run folder of another trainer's token dump, for view, report and audit.
 
-    Example: `counterpoise import prime-rl outputs/token_exports --out runs/prime --tokenizer model/`
+    Example: `counterpoise import prime-rl outputs/token_exports --out runs/prime --tokenizer
+        model/`
     """
-    from counterpoise.ledger.categories import categories
-    from counterpoise.report.imports import import_run
-    from counterpoise.report.text import visible
+    from counterpoise.ledger.measures.categories import categories
+    from counterpoise.run.importers.convert import import_run
+    from counterpoise.text import visible
 
-    steps = import_run(kind, source, out, tokenizer=tokenizer, rewards=reward or (), categories=categories)
+    steps = import_run(
+        kind, source, out, tokenizer=tokenizer, rewards=reward or (), categories=categories
+    )
     print(f"{sum(steps.values())} rollouts of {len(steps)} step(s) in {visible(out)}")
     print(f"See them: counterpoise view {visible(out)}")

@@ -17,7 +17,7 @@ def methods(
     Example: `counterpoise methods dfpo_min`
     """
     import counterpoise as cp
-    from counterpoise.build import nearest
+    from counterpoise.errors import nearest
 
     known = cp.methods()
     if name is not None and name not in known:
@@ -40,7 +40,9 @@ def _print_table(known: dict[str, dict[str, Any]]) -> None:
         table.add_column(column, overflow="fold")
     for name, info in known.items():
         axes = info["axes"]
-        credit, loss = (" + ".join(stage["name"] for stage in axes[axis]) for axis in ("credit", "loss"))
+        credit, loss = (
+            " + ".join(stage["name"] for stage in axes[axis]) for axis in ("credit", "loss")
+        )
         table.add_row(
             name,
             axes["advantage"]["name"],
@@ -57,7 +59,10 @@ def _print_one(name: str, info: dict[str, Any]) -> None:
     print(f"{name}: {info['summary']} ({info['reference']})")
     for axis, stages in info["parameters"].items():
         for stage, params in stages.items():
-            print(f"  {axis:<10} {stage}({', '.join(f'{key}={value!r}' for key, value in params.items())})")
+            print(
+                f"  {axis:<10}"
+                f" {stage}({', '.join(f'{key}={value!r}' for key, value in params.items())})"
+            )
         if not stages:
             print(f"  {axis:<10} {'uniform' if axis == 'credit' else 'none'}")
     print(f"  needs      {', '.join(info['needs']) or 'nothing beyond the sampler log-probs'}")

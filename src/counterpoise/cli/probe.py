@@ -11,22 +11,44 @@ import typer
 
 def probe(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    name: Annotated[str, typer.Option("--probe", help="flips, coupling, counterfactual, value, exchangeability, tax or drift.")],
-    step: Annotated[int | None, typer.Option(min=0, help="The rollout batch; the last one that can be probed by default.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="A setting of the probe: --set pairs=100 (repeatable).")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin again instead of going on.")] = False,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--probe", help="flips, coupling, counterfactual, value, exchangeability, tax or drift."
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="The rollout batch; the last one that can be probed by default."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the probe: --set pairs=100 (repeatable)."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin again instead of going on.")
+    ] = False,
     pool: Annotated[
-        bool, typer.Option("--pool", help="Run nothing: the numbers over all steps at which the probe was run.")
+        bool,
+        typer.Option(
+            "--pool", help="Run nothing: the numbers over all steps at which the probe was run."
+        ),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """An experiment on a saved moment of a run: raw data, a figure and a summary in RUN/probes. The run stays as it was.
+    """An experiment on a saved moment of a run: raw data, a figure and a summary in RUN/probes.
+
+    The run stays as it was.
 
     Example: `counterpoise probe runs/demo --step 20 --probe counterfactual`
     """
     from counterpoise import probes
 
-    summary = probes.pool(run, name) if pool else probes.run_probe(run, name, step, settings_of(set_ or []), fresh=fresh)
+    summary = (
+        probes.pool(run, name)
+        if pool
+        else probes.run_probe(run, name, step, settings_of(set_ or []), fresh=fresh)
+    )
     if json_:
         print(json.dumps(summary, indent=1))
         return
@@ -73,5 +95,7 @@ def text_of(interval: dict[str, Any]) -> str:
     """``0.25 [0.2, 0.31] (num_nodes 56)``"""
     mean, low, high = (interval.get(name) for name in ("mean", "low", "high"))
     bounds = "" if low is None or high is None else f" [{low:.4g}, {high:.4g}]"
-    rest = ", ".join(f"{name} {value}" for name, value in interval.items() if name not in ("mean", "low", "high"))
+    rest = ", ".join(
+        f"{name} {value}" for name, value in interval.items() if name not in ("mean", "low", "high")
+    )
     return f"{'-' if mean is None else format(mean, '.4g')}{bounds}{f' ({rest})' if rest else ''}"

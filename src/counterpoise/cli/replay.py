@@ -11,14 +11,23 @@ import typer
 
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    step: Annotated[int, typer.Option(min=0, help="A rollout batch with a checkpoint (keep_every).")],
-    method: Annotated[list[str], typer.Option(help="A method, or '{name: dapo, credit: [top_entropy]}' (repeatable).")],
-    apply: Annotated[bool, typer.Option("--apply", help="Try the update of each, all from one snapshot.")] = False,
+    step: Annotated[
+        int, typer.Option(min=0, help="A rollout batch with a checkpoint (keep_every).")
+    ],
+    method: Annotated[
+        list[str],
+        typer.Option(help="A method, or '{name: dapo, credit: [top_entropy]}' (repeatable)."),
+    ],
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Try the update of each, all from one snapshot.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """One saved batch under several methods: credits side by side, rank correlations, and the update of each.
+    """One saved batch under several methods: credits side by side, rank correlations, and the
+    update of each.
 
-    Example: `counterpoise replay runs/demo --step 20 --method dapo --method delta --method dfpo_min --apply`
+    Example: `counterpoise replay runs/demo --step 20 --method dapo --method delta --method dfpo_min
+        --apply`
     """
     from counterpoise.cli.probe import lines_of
     from counterpoise.probes.replay import replay as replayed

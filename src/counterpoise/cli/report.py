@@ -10,19 +10,30 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders: one for its report, several for a comparison.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders: one for its report, several for a comparison."),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="The page; report/index.html in the run (or beside several runs) by default.")
+        Path | None,
+        typer.Option(
+            help="The page; report/index.html in the run (or beside several runs) by default."
+        ),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Which batch's tokens to show; the last one by default.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="For machines: where the page is and what was missing.")] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which batch's tokens to show; the last one by default."),
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="For machines: where the page is and what was missing.")
+    ] = False,
 ) -> None:
     """Write a page that opens from disk: curves, plan, credit, ledger, samples.
 
     Example: `counterpoise report runs/demo`
     """
     from counterpoise.report.page import write_report
-    from counterpoise.report.text import visible
+    from counterpoise.text import visible
 
     path, found = write_report(runs, out, step=step)
     if json_:

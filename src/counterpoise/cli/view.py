@@ -10,33 +10,44 @@ import typer
 
 def view(
     run: Annotated[Path, typer.Argument(help="A run folder, or one made by counterpoise import.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")
+    ] = 0,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
     export: Annotated[
-        Path | None, typer.Option(help="Write a page with the tokens inside to this folder instead of serving.")
+        Path | None,
+        typer.Option(help="Write a page with the tokens inside to this folder instead of serving."),
     ] = None,
-    step: Annotated[list[int] | None, typer.Option(help="Batches to export; the last one with tokens by default.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Export only the first so many prompts of a batch.")] = None,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(help="Batches to export; the last one with tokens by default."),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Export only the first so many prompts of a batch.")
+    ] = None,
 ) -> None:
-    """Look at tokens: rollouts of a prompt side by side, coloured by credit, change, entropy, cancellation.
+    """Look at tokens: rollouts of a prompt side by side, coloured by credit, change, entropy,
+    cancellation.
 
     Serves the run folder on this machine alone until Ctrl-C.
 
     Example: `counterpoise view runs/demo`, `counterpoise view runs/demo --export pages --step 50`
     """
-    from counterpoise.report.folder import open_run
-    from counterpoise.report.text import visible
+    from counterpoise.run.read import open_run
+    from counterpoise.text import visible
 
     if export is not None:
-        from counterpoise.report.export import write_export
+        from counterpoise.viewer.export import write_export
 
         found = open_run(run)
         steps = step or (found.steps("tokens") or found.steps("rollouts"))[-1:]
         print(f"Open {visible(write_export(found, export, steps, prompts))}")
         return
     if step or prompts:
-        raise ValueError("view: --step and --prompts go with --export. Without it, choose the batch on the page.")
-    from counterpoise.report.server import serve
+        raise ValueError(
+            "view: --step and --prompts go with --export. Without it, choose the batch on the page."
+        )
+    from counterpoise.viewer.server import serve
 
     serve(run, port, ready=lambda address: _announce(address, open_))
 

@@ -1,4 +1,7 @@
-"""State over steps that sets parameters of other axes. ``Stateful(init, apply)``; the state is JSON and is checkpointed."""
+"""State over steps that sets parameters of other axes.
+
+``Stateful(init, apply)``; the state is JSON and is checkpointed.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from counterpoise.build import Control, Stateful, needs
-from counterpoise.numerics import LOCAL, Reduce, masked_mean
+from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
+from counterpoise.stage import Control, Stateful, needs
 from counterpoise.types import TokenBatch
 
 AXES = ("advantage", "credit")
@@ -30,7 +30,8 @@ def entropy_control(
     target: float | None = None,
     reduce: Reduce = LOCAL,
 ) -> Control:
-    """Integral control: value <- clip(value + rate (target - H), lo, hi), H the mean token entropy of the batch in nats.
+    """Integral control: value <- clip(value + rate (target - H), lo, hi), H the mean token entropy
+    of the batch in nats.
 
     The batch is measured first, then the new value is used for it.
 
@@ -40,7 +41,8 @@ def entropy_control(
         path: "advantage.<parameter>", or "credit.<parameter>" for the first credit rule.
         start: the first value, in [lo, hi].
         lo, hi: bounds of the value.
-        rate: how far one nat of error moves the value; > 0 where a larger value raises the entropy, < 0 where it lowers it.
+        rate: how far one nat of error moves the value; > 0 where a larger value raises the entropy,
+            < 0 where it lowers it.
         target: entropy to hold; None is the entropy of the first batch.
         reduce: pools over ranks.
 
@@ -64,17 +66,32 @@ def entropy_control(
 entropy_target = Stateful(entropy_start, entropy_control)
 
 
-def _check(path: str, start: float, lo: float, hi: float, rate: float, target: float | None) -> tuple[str, str]:
+def _check(
+    path: str, start: float, lo: float, hi: float, rate: float, target: float | None
+) -> tuple[str, str]:
     axis, _, parameter = str(path).partition(".")
     if axis not in AXES or not parameter:
         raise ValueError(
-            f"entropy_target: path must be 'advantage.<parameter>' or 'credit.<parameter>' (a controller reaches no other axis), got {path!r}."
+            "entropy_target: path must be 'advantage.<parameter>' or 'credit.<parameter>' (a"
+            f" controller reaches no other axis), got {path!r}."
         )
-    for name, value in (("start", start), ("lo", lo), ("hi", hi), ("rate", rate), ("target", 0.0 if target is None else target)):
+    for name, value in (
+        ("start", start),
+        ("lo", lo),
+        ("hi", hi),
+        ("rate", rate),
+        ("target", 0.0 if target is None else target),
+    ):
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"entropy_target: {name} must be a finite number, got {value!r}.")
     if not lo <= start <= hi:
-        raise ValueError(f"entropy_target: expected lo <= start <= hi, got lo={lo!r}, start={start!r}, hi={hi!r}.")
+        raise ValueError(
+            f"entropy_target: expected lo <= start <= hi, got lo={lo!r}, start={start!r},"
+            f" hi={hi!r}."
+        )
     if rate == 0:
-        raise ValueError("entropy_target: rate 0 would never move the parameter; give a positive or negative number.")
+        raise ValueError(
+            "entropy_target: rate 0 would never move the parameter; give a positive or negative"
+            " number."
+        )
     return axis, parameter

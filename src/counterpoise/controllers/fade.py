@@ -1,4 +1,7 @@
-"""FADE's controller: alpha from the solve rate, delta from the entropy. It sets the parameters of the advantage of the same name."""
+"""FADE's controller: alpha from the solve rate, delta from the entropy.
+
+It sets the parameters of the advantage of the same name.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from counterpoise.advantages.fade import check_binary
-from counterpoise.build import Control, Stateful, needs
-from counterpoise.numerics import LOCAL, Reduce, groups, masked_mean
+from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
+from counterpoise.stage import Control, Stateful, needs
 from counterpoise.types import TokenBatch
 
 
 def fade_start() -> dict[str, Any]:
-    """p_hat starts at 1/2; H0 is the entropy of the first batch, measured before its first optimizer step."""
+    """p_hat starts at 1/2; H0 is the entropy of the first batch, measured before its first
+    optimizer step.
+    """
     return {"p_hat": 0.5, "H_hat": None, "H0": None}
 
 
@@ -35,15 +40,17 @@ def fade_control(
 ) -> Control:
     """alpha = clip(1.5 (1 - p_hat) / p_hat, 1, 3), delta = clip(1 + H_hat - H_star, 0.3, 1).
 
-    p_hat and H_hat are running means of the solve rate (start 1/2) and of the mean token entropy in nats (start H0):
-    hat <- (1 - rate) hat + rate * new. Logged besides: m_S, the mean over prompts of the success mass m (1 - m)^alpha, and m_F = m_S / delta.
+    p_hat and H_hat are running means of the solve rate (start 1/2) and of the mean token entropy in
+    nats (start H0): hat <- (1 - rate) hat + rate * new. Logged besides: m_S, the mean over prompts
+    of the success mass m (1 - m)^alpha, and m_F = m_S / delta.
 
     Args:
         state: {"p_hat", "H_hat", "H0"}.
         batch: rewards 0 or 1; reads entropy_NT.
         rate: weight of the new value.
         target_entropy: H_star; None is H0 / 2.
-        normalised: ours: delta = clip(1 + (H_hat - H_star) / H0, ...), which does not depend on the scale of the entropy (H0 = 0: not
+        normalised: ours: delta = clip(1 + (H_hat - H_star) / H0, ...), which does not depend on the
+            scale of the entropy (H0 = 0: not
             divided).
         alpha_scale, alpha_low, alpha_high: of alpha. p_hat = 0 gives alpha_high.
         delta_low, delta_high: of delta.
@@ -53,7 +60,8 @@ def fade_control(
     >>> fade_control(fade_start(), batch).settings
     {'advantage': {'alpha': 1.5, 'delta': 1.0}}
 
-    Reference: FADE, arXiv 2607.01490. Reads the paper as: ``rate`` weighs the new value (its line is ambiguous), and a batch is folded into the
+    Reference: FADE, arXiv 2607.01490. Reads the paper as: ``rate`` weighs the new value (its line
+        is ambiguous), and a batch is folded into the
     running means first, then its own alpha and delta are set.
     """
     _check(rate, target_entropy, alpha_scale, alpha_low, alpha_high, delta_low, delta_high)
@@ -62,13 +70,25 @@ def fade_control(
     p_hat = _folded(state["p_hat"], _solve_rate(batch, reduce), rate)
     H_hat = _folded(H0 if state["H_hat"] is None else state["H_hat"], entropy, rate)
     H_star = H0 / 2 if target_entropy is None else target_entropy
-    alpha = _clip(alpha_scale * (1 - p_hat) / p_hat if p_hat > 0 else math.inf, alpha_low, alpha_high)
-    delta = _clip(1 + (H_hat - H_star) / (H0 if normalised and H0 > 0 else 1), delta_low, delta_high)
+    alpha = _clip(
+        alpha_scale * (1 - p_hat) / p_hat if p_hat > 0 else math.inf, alpha_low, alpha_high
+    )
+    delta = _clip(
+        1 + (H_hat - H_star) / (H0 if normalised and H0 > 0 else 1), delta_low, delta_high
+    )
     m_S = _success_mass(batch, alpha, reduce)
     return Control(
         settings={"advantage": {"alpha": alpha, "delta": delta}},
         state={"p_hat": p_hat, "H_hat": H_hat, "H0": H0},
-        metrics={"alpha": alpha, "delta": delta, "p_hat": p_hat, "H_hat": H_hat, "H0": H0, "m_S": m_S, "m_F": m_S / delta},
+        metrics={
+            "alpha": alpha,
+            "delta": delta,
+            "p_hat": p_hat,
+            "H_hat": H_hat,
+            "H0": H0,
+            "m_S": m_S,
+            "m_F": m_S / delta,
+        },
     )
 
 
@@ -86,13 +106,21 @@ def _check(
 ) -> None:
     if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
         raise ValueError(f"fade controller: rate must be in (0, 1], got {rate!r}.")
-    if target_entropy is not None and (not isinstance(target_entropy, (int, float)) or not 0 <= target_entropy < math.inf):
-        raise ValueError(f"fade controller: target_entropy must be a number >= 0 or None, got {target_entropy!r}.")
+    if target_entropy is not None and (
+        not isinstance(target_entropy, (int, float)) or not 0 <= target_entropy < math.inf
+    ):
+        raise ValueError(
+            "fade controller: target_entropy must be a number >= 0 or None, got"
+            f" {target_entropy!r}."
+        )
     if not 0 < alpha_scale < math.inf:
         raise ValueError(f"fade controller: alpha_scale must be a number > 0, got {alpha_scale!r}.")
     for name, low, high in (("alpha", alpha_low, alpha_high), ("delta", delta_low, delta_high)):
         if not 0 < low <= high < math.inf:
-            raise ValueError(f"fade controller: expected 0 < {name}_low <= {name}_high, got {low!r} and {high!r}.")
+            raise ValueError(
+                f"fade controller: expected 0 < {name}_low <= {name}_high, got {low!r} and"
+                f" {high!r}."
+            )
 
 
 def _solve_rate(batch: TokenBatch, reduce: Reduce) -> float:
@@ -102,7 +130,9 @@ def _solve_rate(batch: TokenBatch, reduce: Reduce) -> float:
 
 
 def _success_mass(batch: TokenBatch, alpha: float, reduce: Reduce) -> float:
-    """Mean over prompts of m (1 - m)^alpha: what ``advantages.fade`` gives successes, summed over a prompt's rollouts and divided by G."""
+    """Mean over prompts of m (1 - m)^alpha: what ``advantages.fade`` gives successes, summed over a
+    prompt's rollouts and divided by G.
+    """
     mean_P: Tensor = groups(batch.group_N).mean(batch.reward_N.double())
     mass_P = mean_P * (1 - mean_P) ** alpha
     return float(masked_mean(mass_P, mean_P >= 0, reduce))

@@ -1,7 +1,9 @@
-"""Credit rules: ``rule(credit_NT, batch, *, params) -> credit_NT``, one file a family. Axes as in ``types``.
+"""Credit rules: ``rule(credit_NT, batch, *, params) -> credit_NT``, one file a family.
 
-The first rule of a chain gets advantage * mask; the sign of a credit is its side, its size its weight. Padding is 0 in and out.
-"""
+Axes as in ``types``.
+
+The first rule of a chain gets advantage * mask; the sign of a credit is its side, its size its
+weight. Padding is 0 in and out."""
 
 from __future__ import annotations
 

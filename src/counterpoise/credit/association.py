@@ -1,4 +1,7 @@
-"""KTAE: token ids whose presence goes with success. Axes as in ``types``; ``K`` counts (group, token id) types, ``U`` distinct 2x2 tables."""
+"""KTAE: token ids whose presence goes with success.
+
+Axes as in ``types``; ``K`` counts (group, token id) types, ``U`` distinct 2x2 tables.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, reports
 from counterpoise.credit.checks import check_number
-from counterpoise.numerics import LOCAL, Groups, Reduce, groups, masked_mean
-from counterpoise.trie import pair_index
+from counterpoise.maths.reduce import LOCAL, Groups, Reduce, groups, masked_mean
+from counterpoise.maths.trie import pair_index
+from counterpoise.stage import bindable, reports
 from counterpoise.types import TokenBatch
 
-# the frequency term's saturation, length correction and guard against an absent token, as in the authors' code
+# the frequency term's saturation, length correction and guard against an absent token, as in the
+# authors' code
 SATURATION, LENGTH_WEIGHT, ABSENT = 2.0, 0.5, 1e-5
 
 
 class Tables(NamedTuple):
-    """2x2 tables presence x correctness of rollouts: ``hit`` rollouts of a side contain the token, ``all`` are there."""
+    """2x2 tables presence x correctness of rollouts: ``hit`` rollouts of a side contain the token,
+    ``all`` are there.
+    """
 
     hit_right: Tensor
     hit_wrong: Tensor
@@ -28,7 +34,8 @@ class Tables(NamedTuple):
 
 
 def fisher_exact(tables: Tables) -> Tensor:
-    """Two-sided p of Fisher's exact test: the probability, margins fixed, of all tables at most as likely as this one.
+    """Two-sided p of Fisher's exact test: the probability, margins fixed, of all tables at most as
+    likely as this one.
 
     >>> as_counts = [torch.tensor([count], dtype=torch.float64) for count in (3, 0, 3, 3)]
     >>> round(fisher_exact(Tables(*as_counts)).item(), 6)
@@ -37,10 +44,22 @@ def fisher_exact(tables: Tables) -> Tensor:
     hit = tables.hit_right + tables.hit_wrong
     k_C = torch.arange(int(tables.all_right.max()) + 1, dtype=hit.dtype, device=hit.device)
     whole = _log_choose(tables.all_right + tables.all_wrong, hit)
-    is_legal = (k_C <= tables.all_right[:, None]) & (k_C <= hit[:, None]) & (hit[:, None] - k_C <= tables.all_wrong[:, None])
+    is_legal = (
+        (k_C <= tables.all_right[:, None])
+        & (k_C <= hit[:, None])
+        & (hit[:, None] - k_C <= tables.all_wrong[:, None])
+    )
     k = torch.where(is_legal, k_C, tables.hit_right[:, None])
-    logp = _log_choose(tables.all_right[:, None], k) + _log_choose(tables.all_wrong[:, None], hit[:, None] - k) - whole[:, None]
-    own = _log_choose(tables.all_right, tables.hit_right) + _log_choose(tables.all_wrong, tables.hit_wrong) - whole
+    logp = (
+        _log_choose(tables.all_right[:, None], k)
+        + _log_choose(tables.all_wrong[:, None], hit[:, None] - k)
+        - whole[:, None]
+    )
+    own = (
+        _log_choose(tables.all_right, tables.hit_right)
+        + _log_choose(tables.all_wrong, tables.hit_wrong)
+        - whole
+    )
     # equally likely tables differ by rounding
     is_counted = is_legal & (logp <= own[:, None] + 1e-7)
     return torch.where(is_counted, logp.exp(), 0).sum(1).clamp(max=1)
@@ -56,7 +75,10 @@ def information_gain(tables: Tables) -> Tensor:
     hit, total = tables.hit_right + tables.hit_wrong, tables.all_right + tables.all_wrong
     given_hit = _binary_entropy(tables.hit_right, hit)
     given_miss = _binary_entropy(tables.all_right - tables.hit_right, total - hit)
-    return _binary_entropy(tables.all_right, total) - (hit * given_hit + (total - hit) * given_miss) / total
+    return (
+        _binary_entropy(tables.all_right, total)
+        - (hit * given_hit + (total - hit) * given_miss) / total
+    )
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
@@ -70,7 +92,9 @@ def _binary_entropy(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def _deduplicated(tables: Tables) -> tuple[Tables, Tensor]:
-    """The distinct tables and the number of each table among them: a group has few distinct ones, a batch many token types."""
+    """The distinct tables and the number of each table among them: a group has few distinct ones, a
+    batch many token types.
+    """
     hit, _ = pair_index(tables.hit_right, tables.hit_wrong)
     size, _ = pair_index(tables.all_right, tables.all_wrong)
     index_K, count = pair_index(hit, size)
@@ -80,7 +104,9 @@ def _deduplicated(tables: Tables) -> tuple[Tables, Tensor]:
 
 
 class _Types(NamedTuple):
-    """Every (group, token id) of the batch: ``type_M`` of each token, its group, its tables, its occurrences on both sides."""
+    """Every (group, token id) of the batch: ``type_M`` of each token, its group, its tables, its
+    occurrences on both sides.
+    """
 
     type_M: Tensor
     group_K: Tensor
@@ -93,7 +119,9 @@ def _types(batch: TokenBatch, is_right_N: Tensor, by: Groups) -> _Types:
     row_M, _ = batch.mask_NT.nonzero(as_tuple=True)
     group_M, is_right_M = by.index_N[row_M], is_right_N[row_M]
     type_M, num_types = pair_index(group_M, batch.token_ids_NT[batch.mask_NT])
-    group_K = torch.zeros(num_types, dtype=torch.long, device=type_M.device).index_put((type_M,), group_M)
+    group_K = torch.zeros(num_types, dtype=torch.long, device=type_M.device).index_put(
+        (type_M,), group_M
+    )
     found_M, num_found = pair_index(type_M, row_M)
     type_F, is_right_F = type_M.new_zeros(num_found), is_right_N.new_zeros(num_found)
     type_F[found_M], is_right_F[found_M] = type_M, is_right_M
@@ -102,28 +130,44 @@ def _types(batch: TokenBatch, is_right_N: Tensor, by: Groups) -> _Types:
         return torch.bincount(index, minlength=num_types).double()
 
     right_P = by.sum(is_right_N.double())
-    tables = Tables(count(type_F[is_right_F]), count(type_F[~is_right_F]), right_P[group_K], (by.size_P - right_P)[group_K])
+    tables = Tables(
+        count(type_F[is_right_F]),
+        count(type_F[~is_right_F]),
+        right_P[group_K],
+        (by.size_P - right_P)[group_K],
+    )
     return _Types(type_M, group_K, tables, count(type_M[is_right_M]), count(type_M[~is_right_M]))
 
 
 def _frequency(types: _Types, length_right_P: Tensor, length_wrong_P: Tensor) -> Tensor:
-    """TF+/TF- - TF-/TF+ of each type, TF the saturated share of a side's tokens (BM25's term frequency)."""
+    """TF+/TF- - TF-/TF+ of each type, TF the saturated share of a side's tokens (BM25's term
+    frequency).
+    """
     mean_P = (length_right_P + length_wrong_P) / 2
 
     def saturated(count_K: Tensor, length_P: Tensor) -> Tensor:
         share_K = count_K / length_P.clamp(min=1)[types.group_K]
-        damping_K = SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * (length_P / mean_P)[types.group_K])
+        damping_K = SATURATION * (
+            1 - LENGTH_WEIGHT + LENGTH_WEIGHT * (length_P / mean_P)[types.group_K]
+        )
         return share_K * (SATURATION + 1) / (share_K + damping_K)
 
-    right_K, wrong_K = saturated(types.count_right_K, length_right_P), saturated(types.count_wrong_K, length_wrong_P)
+    right_K, wrong_K = (
+        saturated(types.count_right_K, length_right_P),
+        saturated(types.count_wrong_K, length_wrong_P),
+    )
     return right_K / (wrong_K + ABSENT) - wrong_K / (right_K + ABSENT)
 
 
-def _flips(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL) -> dict[str, Tensor]:
+def _flips(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
     return {
         "added_mean": masked_mean(after_NT - before_NT, batch.mask_NT, reduce),
         "added_abs_mean": masked_mean((after_NT - before_NT).abs(), batch.mask_NT, reduce),
-        "flipped_frac": masked_mean((after_NT * before_NT < 0).to(before_NT.dtype), batch.mask_NT, reduce),
+        "flipped_frac": masked_mean(
+            (after_NT * before_NT < 0).to(before_NT.dtype), batch.mask_NT, reduce
+        ),
     }
 
 
@@ -142,21 +186,25 @@ def ktae(
     """Add to every token what its id says about success in its group.
 
     credit' = credit + 2 top (sigmoid(S D) - 1/2) with, for a token id in a group,
-    S = (a F + b IG)/(a + b), F = exp(-2 p) and 0 at p = 1, p Fisher's exact test of presence against correctness (two-sided), IG the
-    information gain in bits, D = asin sqrt f+ - asin sqrt f- + c (TF+/TF- - TF-/TF+), f the share of correct (wrong) rollouts that
-    contain the id, TF its saturated frequency among their tokens.
+    S = (a F + b IG)/(a + b), F = exp(-2 p) and 0 at p = 1, p Fisher's exact test of presence
+    against correctness (two-sided), IG the information gain in bits, D = asin sqrt f+ - asin sqrt
+    f- + c (TF+/TF- - TF-/TF+), f the share of correct (wrong) rollouts that contain the id, TF its
+    saturated frequency among their tokens.
 
-    Groups without a correct or without a failed rollout are unchanged. Keeps neither the mass nor the sign: the logged ``flipped_frac`` is
-    the share of tokens whose credit changes sign.
+    Groups without a correct or without a failed rollout are unchanged. Keeps neither the mass nor
+    the sign: the logged ``flipped_frac`` is the share of tokens whose credit changes sign.
 
     Args:
         credit_NT: [N, T].
-        fisher_weight, gain_weight, frequency_weight: a, b, c >= 0, a + b > 0; c = 0 leaves the frequencies out.
+        fisher_weight, gain_weight, frequency_weight: a, b, c >= 0, a + b > 0; c = 0 leaves the
+            frequencies out.
         top: the largest value that can be added; 0 changes nothing.
         threshold: a rollout is correct when its reward is above.
 
-    Reference: KTAE, arXiv 2505.16826. The paper writes p as the probability of the table alone and top = 1/2; the two-sided p, top = 1 and
-    the weights 1, 1, 1 are those of the authors' code. Reads "correct" as reward > threshold (their code: > 0). Experimental.
+    Reference: KTAE, arXiv 2505.16826. The paper writes p as the probability of the table alone and
+        top = 1/2; the two-sided p, top = 1 and
+    the weights 1, 1, 1 are those of the authors' code. Reads "correct" as reward > threshold (their
+    code: > 0). Experimental.
 
     >>> batch = TokenBatch.from_lists([[1, 5], [1, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
     >>> ktae(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch, frequency_weight=0.0)
@@ -172,14 +220,17 @@ def ktae(
         check_number("ktae", key, value, 0, float("inf"))
     if fisher_weight + gain_weight == 0:
         raise ValueError(
-            "ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one of them a weight > 0"
+            "ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one"
+            " of them a weight > 0"
         )
     is_right_N, by = batch.reward_N > threshold, groups(batch.group_N)
     types = _types(batch, is_right_N, by)
     tables, table_K = _deduplicated(types.tables)
     p_U = fisher_exact(tables)
     closeness_U = torch.where(p_U > 1 - 1e-9, 0, torch.exp(-2 * p_U))
-    strength_U = (fisher_weight * closeness_U + gain_weight * information_gain(tables)) / (fisher_weight + gain_weight)
+    strength_U = (fisher_weight * closeness_U + gain_weight * information_gain(tables)) / (
+        fisher_weight + gain_weight
+    )
     share_right_U, share_wrong_U = (
         tables.hit_right / tables.all_right.clamp(min=1),
         tables.hit_wrong / tables.all_wrong.clamp(min=1),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from counterpoise.build import Stateful
+from counterpoise.stage import Stateful
 
 
-def check_number(stage: str, key: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def check_number(
+    stage: str, key: str, value: Any, low: float, high: float, *, open_low: bool = False
+) -> None:
     """``value`` must be a number in [low, high], or in (low, high] with ``open_low``.
 
     >>> check_number("top_entropy", "fraction", 3, 0, 1, open_low=True)
@@ -16,7 +18,9 @@ def check_number(stage: str, key: str, value: Any, low: float, high: float, *, o
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (open_low and value == low):
-        raise ValueError(f"{stage}: {key} must be in {'(' if open_low else '['}{low}, {high}], got {value!r}")
+        raise ValueError(
+            f"{stage}: {key} must be in {'(' if open_low else '['}{low}, {high}], got {value!r}"
+        )
 
 
 def check_choice(stage: str, key: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -33,6 +37,10 @@ def check_choice(stage: str, key: str, value: Any, choices: tuple[str, ...]) -> 
 def check_rule(stage: str, rule: Any) -> None:
     """``rule`` must be a bound credit rule without memory."""
     if isinstance(rule, Stateful):
-        raise ValueError(f"{stage}: a rule with memory cannot be nested; put it on the credit axis by itself.")
+        raise ValueError(
+            f"{stage}: a rule with memory cannot be nested; put it on the credit axis by itself."
+        )
     if not callable(rule):
-        raise ValueError(f"{stage}: rule must be a credit rule such as top_entropy(fraction=0.2), got {rule!r}")
+        raise ValueError(
+            f"{stage}: rule must be a credit rule such as top_entropy(fraction=0.2), got {rule!r}"
+        )

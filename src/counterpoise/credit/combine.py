@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.build import Stage, base, bindable, bound, call, needs, needs_of, reports
 from counterpoise.credit.checks import check_rule
-from counterpoise.numerics import LOCAL, Reduce
+from counterpoise.maths.reduce import LOCAL, Reduce
+from counterpoise.stage import Stage, base, bindable, bound, call, needs, needs_of, reports
 from counterpoise.types import TokenBatch
 
 
-def _nested(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL) -> dict[str, Any]:
+def _nested(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL
+) -> dict[str, Any]:
     """The numbers of the rule inside, taken on the outer result."""
     report = getattr(base(rule), "report", None)
     return call(report, before_NT, after_NT, batch, reduce=reduce, **bound(rule)) if report else {}
@@ -30,8 +32,10 @@ def chain(
     reduce: Reduce = LOCAL,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Several rules as one, applied in order: credit' = rule_n(... rule_1(credit)). For use inside other combinators; a method's credit
-    axis is a chain already. Keeps the mass and the sign if every rule does.
+    """Several rules as one, applied in order: credit' = rule_n(... rule_1(credit)).
+
+    For use inside other combinators; a method's credit axis is a chain already. Keeps the mass and
+    the sign if every rule does.
 
     >>> from counterpoise.credit import negative_token_filter, probability_scaled
     >>> both = chain(rules=(probability_scaled(alpha=0.5), negative_token_filter(fraction=0.5)))
@@ -62,8 +66,8 @@ def keep_mass(
 
     credit' = z * rule(credit), z = sum|credit| / sum|rule(credit)| over all tokens of all ranks
 
-    So a rule that drops tokens moves credit instead of shrinking the step. Keeps the mass by construction, and the sign if the rule does.
-    Where the rule leaves nothing, nothing is rescaled.
+    So a rule that drops tokens moves credit instead of shrinking the step. Keeps the mass by
+    construction, and the sign if the rule does. Where the rule leaves nothing, nothing is rescaled.
 
     Args:
         credit_NT: [N, T].
@@ -93,9 +97,16 @@ def _factor(before_NT: Tensor, after_NT: Tensor, reduce: Reduce) -> Tensor:
 @bindable
 @reports(_nested)
 def only_positive(
-    credit_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL, generator: torch.Generator | None = None
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    rule: Stage,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A rule's result on tokens of positive credit; the others are unchanged, bit for bit. The rule sees the credit of both signs.
+    """A rule's result on tokens of positive credit; the others are unchanged, bit for bit.
+
+    The rule sees the credit of both signs.
 
     >>> from counterpoise.credit import probability_scaled
     >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
@@ -103,15 +114,24 @@ def only_positive(
     [[0.5], [-1.0]]
     """
     check_rule("only_positive", rule)
-    return torch.where(credit_NT > 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT)
+    return torch.where(
+        credit_NT > 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
+    )
 
 
 @bindable
 @reports(_nested)
 def only_negative(
-    credit_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL, generator: torch.Generator | None = None
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    rule: Stage,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A rule's result on tokens of negative credit; the others are unchanged, bit for bit. The rule sees the credit of both signs.
+    """A rule's result on tokens of negative credit; the others are unchanged, bit for bit.
+
+    The rule sees the credit of both signs.
 
     >>> from counterpoise.credit import probability_scaled
     >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
@@ -119,4 +139,6 @@ def only_negative(
     [[1.0], [-0.5]]
     """
     check_rule("only_negative", rule)
-    return torch.where(credit_NT < 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT)
+    return torch.where(
+        credit_NT < 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
+    )

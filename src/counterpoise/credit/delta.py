@@ -1,4 +1,5 @@
-"""DelTA: a token weighs more the closer its gradient is to its own side's centroid than to the other's.
+"""DelTA: a token weighs more the closer its gradient is to its own side's centroid than to the
+other's.
 
 Axes as in ``delta_score``.
 """
@@ -12,12 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, check_parameters, needs, parameters, reports
 from counterpoise.credit.checks import check_choice, check_number
-from counterpoise.credit.delta_score import Scoring, Sides, first_round, margin, sides_of, temperature
+from counterpoise.credit.delta_score import (
+    Scoring,
+    Sides,
+    first_round,
+    margin,
+    sides_of,
+    temperature,
+)
 from counterpoise.credit.draws import token_keys
 from counterpoise.credit.proxies import PROXY_COLUMNS, Proxy, check_proxy, token_proxy
-from counterpoise.numerics import LOCAL, Reduce
+from counterpoise.maths.reduce import LOCAL, Reduce
+from counterpoise.stage import bindable, check_parameters, needs, parameters, reports
 from counterpoise.types import TokenBatch
 
 
@@ -67,7 +75,10 @@ def _report(
     temperature: float = 1.0,
     reduce: Reduce = LOCAL,
 ) -> dict[str, Tensor]:
-    """Logged numbers (docs/methods/delta.md). Weights are read off the credit; of the rounds only the first is computed again."""
+    """Logged numbers (docs/methods/delta.md).
+
+    Weights are read off the credit; of the rounds only the first is computed again.
+    """
     given = {
         "proxy": proxy,
         "score": score,
@@ -81,19 +92,27 @@ def _report(
     out = _weight_numbers(after_NT.flatten()[sides.index_M].abs() / sides.mass_M, sides, batch)
     if settings.is_random or sides.is_one_sided:
         return out
-    return out | _first_round_numbers(_proxy(before_NT, batch, sides, settings), sides, settings.scoring)
+    return out | _first_round_numbers(
+        _proxy(before_NT, batch, sides, settings), sides, settings.scoring
+    )
 
 
 def _weight_numbers(weight_M: Tensor, sides: Sides, batch: TokenBatch) -> dict[str, Tensor]:
     positive, negative = sides.mean(weight_M)
     num_credited = sides.count[0] + sides.count[1]
-    every = sides.reduce.cat(torch.stack([weight_M.min(), weight_M.max()]) if len(weight_M) else weight_M)
+    every = sides.reduce.cat(
+        torch.stack([weight_M.min(), weight_M.max()]) if len(weight_M) else weight_M
+    )
     return {
         "weight_positive": positive,
         "weight_negative": negative,
         "weight_min": every.min() if len(every) else torch.ones(()),
         "weight_max": every.max() if len(every) else torch.ones(()),
-        "inflation": (positive * sides.count[0] + negative * sides.count[1]) / num_credited if num_credited > 0 else torch.ones(()),
+        "inflation": (
+            (positive * sides.count[0] + negative * sides.count[1]) / num_credited
+            if num_credited > 0
+            else torch.ones(())
+        ),
         "zero_frac": 1 - num_credited.double() / sides.reduce.sum(batch.mask_NT.sum()),
     }
 
@@ -134,7 +153,8 @@ def delta(
     reduce: Reduce = LOCAL,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """credit' = weight * credit, weight = (low + (high - low) alpha) * (number of tokens) / (sum of weights).
+    """credit' = weight * credit, weight = (low + (high - low) alpha) * (number of tokens) / (sum of
+    weights).
 
     With v a token's gradient proxy and a = |credit|, over the whole rollout batch of all ranks::
 
@@ -143,21 +163,26 @@ def delta(
         gamma   = sqrt(max(var Delta, 1e-8))                 population variance, each side, unweighted
         alpha   = sigmoid(Delta / gamma)
 
-    then ``refinements`` times: mu_side = sum a alpha v / sum a alpha, Delta and alpha again, gamma from the Delta before.
-    Tokens with credit 0 weigh ``low``. If one side is empty every weight is 1. Keeps the sign, not the mass sum|credit|: the mean
-    weight over counted tokens is 1. No gradient flows through the weights.
+    then ``refinements`` times: mu_side = sum a alpha v / sum a alpha, Delta and alpha again, gamma
+    from the Delta before. Tokens with credit 0 weigh ``low``. If one side is empty every weight is
+    1. Keeps the sign, not the mass sum|credit|: the mean weight over counted tokens is 1. No
+       gradient flows through the weights.
 
     Args:
         credit_NT: incoming credit, [N, T]; its sign is the side.
-        proxy: v; ``row`` (1 - p) h, ``topk`` W_y - sum p~_j W_j over the batch's candidates, ``head`` the LM head's exact gradient.
+        proxy: v; ``row`` (1 - p) h, ``topk`` W_y - sum p~_j W_j over the batch's candidates,
+            ``head`` the LM head's exact gradient.
         low, high: the range of weights before they are scaled to mean 1; (0, 1) is the raw alpha.
         refinements: K.
-        count_zero: whether tokens with credit 0 count in the mean of 1. True (the paper) inflates the other tokens.
-        score: ``contrast``; ``within_side`` puts -|v - mu_own|^2 in place of Delta; ``random`` draws alpha uniformly.
+        count_zero: whether tokens with credit 0 count in the mean of 1. True (the paper) inflates
+            the other tokens.
+        score: ``contrast``; ``within_side`` puts -|v - mu_own|^2 in place of Delta; ``random``
+            draws alpha uniformly.
         hard: alpha = 1 where Delta > 0, else 0.
         gamma: one temperature for both sides instead of the adaptive ones.
         normalise: scale the weights to mean 1.
-        select: keep the ``top``, ``bottom`` or a ``random`` ``select_frac`` of the tokens with credit, by alpha, at equal weight.
+        select: keep the ``top``, ``bottom`` or a ``random`` ``select_frac`` of the tokens with
+            credit, by alpha, at equal weight.
         topk: use the first so many candidates of the batch (None: all of them).
         temperature: of the sampling distribution; only ``head`` computes probabilities itself.
 
@@ -167,18 +192,39 @@ def delta(
     tensor([[ 1.0788,  0.9212],
             [-1.0788, -0.9212]])
 
-    Reference: arXiv 2605.21467. Reads the paper as: a token whose credit another rule set to 0 is a token with advantage 0;
-    ``within_side`` drops the other side's distance and changes nothing else; a selection is among tokens with credit, both sides
-    together; a side whose alpha are all 0 keeps its centroid. ``head`` and ``count_zero=False`` are ours.
-    """
-    values = (proxy, low, high, refinements, count_zero, score, hard, gamma, normalise, select, select_frac, topk, temperature)
+    Reference: arXiv 2605.21467. Reads the paper as: a token whose credit another rule set to 0 is a
+        token with advantage 0;
+    ``within_side`` drops the other side's distance and changes nothing else; a selection is among
+    tokens with credit, both sides together; a side whose alpha are all 0 keeps its centroid.
+    ``head`` and ``count_zero=False`` are ours."""
+    values = (
+        proxy,
+        low,
+        high,
+        refinements,
+        count_zero,
+        score,
+        hard,
+        gamma,
+        normalise,
+        select,
+        select_frac,
+        topk,
+        temperature,
+    )
     return credit_NT * _weight(credit_NT, batch, Settings(*values), reduce, generator)
 
 
 def delta_weight(
-    credit_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL, generator: torch.Generator | None = None, **params: Any
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
+    **params: Any,
 ) -> Tensor:
-    """The weight of every response token under ``delta``, tokens with credit 0 included; 0 on padding.
+    """The weight of every response token under ``delta``, tokens with credit 0 included; 0 on
+    padding.
 
     Args:
         params: those of ``delta``.
@@ -192,21 +238,36 @@ def delta_weight(
 
 
 @torch.no_grad()
-def _weight(credit_NT: Tensor, batch: TokenBatch, settings: Settings, reduce: Reduce, generator: torch.Generator | None) -> Tensor:
+def _weight(
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    settings: Settings,
+    reduce: Reduce,
+    generator: torch.Generator | None,
+) -> Tensor:
     _check(settings)
     sides = sides_of(credit_NT, batch, reduce)
     if settings.is_random:
-        value_M = (token_keys(batch, generator).flatten()[sides.index_M].double() / 2**63).to(sides.mass_M.dtype)
+        value_M = (token_keys(batch, generator).flatten()[sides.index_M].double() / 2**63).to(
+            sides.mass_M.dtype
+        )
     elif sides.is_one_sided:
         return batch.mask_NT.to(credit_NT.dtype)
     else:
-        value_M = margin(_proxy(credit_NT, batch, sides, settings), sides, settings.scoring, settings.refinements)
+        value_M = margin(
+            _proxy(credit_NT, batch, sides, settings), sides, settings.scoring, settings.refinements
+        )
     if settings.select:
         weight_M, zero_weight = _selected(value_M, settings, reduce)
     else:
         alpha_M = value_M if settings.is_random else settings.scoring.alpha(value_M)
-        weight_M, zero_weight = settings.low + (settings.high - settings.low) * alpha_M, settings.low
-    weight_NT = torch.zeros(credit_NT.shape, dtype=weight_M.dtype, device=credit_NT.device).masked_fill(batch.mask_NT, zero_weight)
+        weight_M, zero_weight = (
+            settings.low + (settings.high - settings.low) * alpha_M,
+            settings.low,
+        )
+    weight_NT = torch.zeros(
+        credit_NT.shape, dtype=weight_M.dtype, device=credit_NT.device
+    ).masked_fill(batch.mask_NT, zero_weight)
     weight_NT = weight_NT.flatten().index_copy(0, sides.index_M, weight_M).view(credit_NT.shape)
     if settings.normalise:
         is_counted_NT = batch.mask_NT if settings.count_zero else batch.mask_NT & (credit_NT != 0)
@@ -217,24 +278,34 @@ def _weight(credit_NT: Tensor, batch: TokenBatch, settings: Settings, reduce: Re
 def _proxy(credit_NT: Tensor, batch: TokenBatch, sides: Sides, settings: Settings) -> Proxy:
     columns = [batch.column(name) for name in PROXY_COLUMNS[settings.proxy]]
     floats = [column.dtype for column in columns if column.is_floating_point()]
-    dtype = functools.reduce(torch.promote_types, floats, torch.promote_types(credit_NT.dtype, torch.float32))
-    return token_proxy(settings.proxy, batch, sides.index_M, dtype, settings.topk, settings.temperature)
+    dtype = functools.reduce(
+        torch.promote_types, floats, torch.promote_types(credit_NT.dtype, torch.float32)
+    )
+    return token_proxy(
+        settings.proxy, batch, sides.index_M, dtype, settings.topk, settings.temperature
+    )
 
 
 def _selected(value_M: Tensor, settings: Settings, reduce: Reduce) -> tuple[Tensor, float]:
-    """1 for the chosen tokens (and for ties with the last of them), 0 for the others; and what a token with credit 0 weighs."""
+    """1 for the chosen tokens (and for ties with the last of them), 0 for the others; and what a
+    token with credit 0 weighs.
+    """
     sign = 1 if settings.select == "bottom" else -1
     every = sign * reduce.cat(value_M)
     if not len(every):
         return value_M, 1.0
-    num_chosen = math.ceil(settings.select_frac * len(every) - 1e-9)  # 0.1 * 30 rounds to a little over 3
+    num_chosen = math.ceil(
+        settings.select_frac * len(every) - 1e-9
+    )  # 0.1 * 30 rounds to a little over 3
     last = torch.kthvalue(every, max(num_chosen, 1)).values
     # a token with credit 0 weighs as the mean of the others, so that it changes no mean
     return (sign * value_M <= last).to(value_M.dtype), float((every <= last).double().mean())
 
 
 def _mean_one(weight_NT: Tensor, is_counted_NT: Tensor, mask_NT: Tensor, reduce: Reduce) -> Tensor:
-    """Scaled so that the mean over counted tokens of all ranks is 1; all 1 if those weights are all 0."""
+    """Scaled so that the mean over counted tokens of all ranks is 1; all 1 if those weights are all
+    0.
+    """
     total = reduce.sum(torch.where(is_counted_NT, weight_NT, 0).sum(dtype=torch.float64))
     if not bool(total > 0):
         return mask_NT.to(weight_NT.dtype)
@@ -248,7 +319,9 @@ def _check(settings: Settings) -> None:
     if s.select is not None:
         check_choice("delta", "select", s.select, ("top", "bottom", "random"))
     if not 0 <= s.low <= s.high < math.inf or s.high == 0:
-        raise ValueError(f"delta: expected 0 <= low <= high and high > 0, got low={s.low!r}, high={s.high!r}.")
+        raise ValueError(
+            f"delta: expected 0 <= low <= high and high > 0, got low={s.low!r}, high={s.high!r}."
+        )
     if not isinstance(s.refinements, int) or isinstance(s.refinements, bool) or s.refinements < 0:
         raise ValueError(f"delta: refinements must be a whole number >= 0, got {s.refinements!r}.")
     check_number("delta", "select_frac", s.select_frac, 0, 1, open_low=True)
@@ -261,13 +334,27 @@ def _check(settings: Settings) -> None:
 
 def _contradictions(s: Settings) -> list[tuple[bool, str]]:
     changed = {name for name, default in parameters(delta).items() if getattr(s, name) != default}
-    unread = ", ".join(sorted(changed & {"proxy", "refinements", "hard", "gamma", "topk", "temperature"}))
+    unread = ", ".join(
+        sorted(changed & {"proxy", "refinements", "hard", "gamma", "topk", "temperature"})
+    )
     return [
-        (s.score == "random" and s.select is not None, "score='random' ranks nothing; use select='random' alone."),
-        (s.select == "random" and s.score != "contrast", "select='random' reads no score; leave score at its default."),
-        (s.is_random and bool(unread), f"a random choice reads no proxy; leave at the default: {unread}."),
+        (
+            s.score == "random" and s.select is not None,
+            "score='random' ranks nothing; use select='random' alone.",
+        ),
+        (
+            s.select == "random" and s.score != "contrast",
+            "select='random' reads no score; leave score at its default.",
+        ),
+        (
+            s.is_random and bool(unread),
+            f"a random choice reads no proxy; leave at the default: {unread}.",
+        ),
         (s.hard and s.gamma is not None, "hard=True has no temperature; leave gamma at None."),
-        (s.hard and s.select is not None, "hard=True gives alpha two values, which rank nothing; leave select at None."),
+        (
+            s.hard and s.select is not None,
+            "hard=True gives alpha two values, which rank nothing; leave select at None.",
+        ),
         (
             s.select is not None and bool(changed & {"low", "high"}),
             "a selection gives equal weights; leave low and high at the default.",
@@ -276,6 +363,12 @@ def _contradictions(s: Settings) -> list[tuple[bool, str]]:
             s.select is not None and not s.count_zero,
             "a selection weighs tokens with credit 0 as the mean; leave count_zero at True.",
         ),
-        (s.select is None and "select_frac" in changed, "select_frac is read only with select='top', 'bottom' or 'random'."),
-        (not s.normalise and not s.count_zero, "without normalise there is no mean to count tokens for; leave count_zero at True."),
+        (
+            s.select is None and "select_frac" in changed,
+            "select_frac is read only with select='top', 'bottom' or 'random'.",
+        ),
+        (
+            not s.normalise and not s.count_zero,
+            "without normalise there is no mean to count tokens for; leave count_zero at True.",
+        ),
     ]

@@ -1,8 +1,9 @@
-"""DelTA's score of a token: two centroids, Delta, its temperature, alpha, and the refinement of the centroids.
+"""DelTA's score of a token: two centroids, Delta, its temperature, alpha, and the refinement of the
+centroids.
 
 Sides are the signs of the credit; response tokens with credit 0 are on neither.
-Axes as in ``types``, and M: tokens with credit of this rank, the positive side first. A pair is (positive side, negative side).
-"""
+Axes as in ``types``, and M: tokens with credit of this rank, the positive side first. A pair is
+(positive side, negative side)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.credit.proxies import Proxy
-from counterpoise.numerics import Reduce
+from counterpoise.maths.reduce import Reduce
 from counterpoise.types import TokenBatch
 
 VARIANCE_FLOOR = 1e-8
@@ -21,7 +22,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Sides(NamedTuple):
-    """Tokens with credit: places in the flattened batch, |credit|, slices of both sides, tokens of each side over all ranks."""
+    """Tokens with credit: places in the flattened batch, |credit|, slices of both sides, tokens of
+    each side over all ranks.
+    """
 
     index_M: Tensor
     mass_M: Tensor
@@ -35,13 +38,17 @@ class Sides(NamedTuple):
 
     def mean(self, value_M: Tensor) -> Pair:
         """Mean of each side over all ranks, summed in float64; 0 for an empty side."""
-        sums = self.reduce.sum(torch.stack([value_M[part].sum(dtype=torch.float64) for part in self.parts]))
+        sums = self.reduce.sum(
+            torch.stack([value_M[part].sum(dtype=torch.float64) for part in self.parts])
+        )
         positive, negative = (total / count.clamp(min=1) for total, count in zip(sums, self.count))
         return positive.to(value_M.dtype), negative.to(value_M.dtype)
 
     def spread(self, pair: Pair) -> Tensor:
         """One number a side -> one number a token."""
-        return torch.cat([one.expand(part.stop - part.start) for one, part in zip(pair, self.parts)])
+        return torch.cat(
+            [one.expand(part.stop - part.start) for one, part in zip(pair, self.parts)]
+        )
 
 
 class Scoring(NamedTuple):
@@ -84,7 +91,8 @@ def margin(proxy: Proxy, sides: Sides, scoring: Scoring, refinements: int) -> Te
     gamma = temperature(now.delta_M, sides, scoring)
     for _ in range(refinements):
         alpha_M = scoring.alpha(now.delta_M / sides.spread(gamma))
-        # the temperature lags one round behind: it is that of the Delta whose alpha makes the new centroids
+        # the temperature lags one round behind: it is that of the Delta whose alpha makes the new
+        # centroids
         gamma = temperature(now.delta_M, sides, scoring)
         now = _round(proxy, sides, sides.mass_M * alpha_M, now.centroids, scoring)
     return now.delta_M / sides.spread(gamma)
@@ -96,21 +104,35 @@ def first_round(proxy: Proxy, sides: Sides, scoring: Scoring) -> Round:
 
 
 def temperature(delta_M: Tensor, sides: Sides, scoring: Scoring) -> Pair:
-    """gamma of each side: the standard deviation of Delta (population, unweighted, floored), or the fixed one."""
+    """gamma of each side: the standard deviation of Delta (population, unweighted, floored), or the
+    fixed one.
+    """
     if scoring.gamma is not None:
         return delta_M.new_tensor(scoring.gamma), delta_M.new_tensor(scoring.gamma)
     centred_M = delta_M - sides.spread(sides.mean(delta_M))
-    positive, negative = (variance.clamp(min=VARIANCE_FLOOR).sqrt() for variance in sides.mean(centred_M.square()))
+    positive, negative = (
+        variance.clamp(min=VARIANCE_FLOOR).sqrt() for variance in sides.mean(centred_M.square())
+    )
     return positive, negative
 
 
-def _round(proxy: Proxy, sides: Sides, weight_M: Tensor, previous: Pair | None, scoring: Scoring) -> Round:
+def _round(
+    proxy: Proxy, sides: Sides, weight_M: Tensor, previous: Pair | None, scoring: Scoring
+) -> Round:
     positive, negative = centroids = _centroids(proxy, sides, weight_M, previous)
     if scoring.score == "within_side":
-        return Round(centroids, -torch.cat([_own_distance(proxy, mu, part) for mu, part in zip(centroids, sides.parts)]))
+        return Round(
+            centroids,
+            -torch.cat(
+                [_own_distance(proxy, mu, part) for mu, part in zip(centroids, sides.parts)]
+            ),
+        )
     direction = positive - negative
     # |mu-|^2 - |mu+|^2 as one inner product: nothing cancels when the centroids are close
-    delta_M = 2 * proxy.dot(direction, slice(0, len(weight_M))) - (direction * (positive + negative)).sum()
+    delta_M = (
+        2 * proxy.dot(direction, slice(0, len(weight_M)))
+        - (direction * (positive + negative)).sum()
+    )
     delta_M[sides.parts[1]] *= -1
     return Round(centroids, delta_M)
 
@@ -121,7 +143,10 @@ def _own_distance(proxy: Proxy, centroid: Tensor, part: slice) -> Tensor:
 
 
 def _centroids(proxy: Proxy, sides: Sides, weight_M: Tensor, previous: Pair | None) -> Pair:
-    """Weighted mean of v on each side, over all ranks. A side whose weights are all 0 keeps its previous centroid."""
+    """Weighted mean of v on each side, over all ranks.
+
+    A side whose weights are all 0 keeps its previous centroid.
+    """
     means = []
     for k, part in enumerate(sides.parts):
         mass = sides.reduce.sum(weight_M[part].sum(dtype=torch.float64))
@@ -132,6 +157,7 @@ def _centroids(proxy: Proxy, sides: Sides, weight_M: Tensor, previous: Pair | No
         means.append(total / mass.to(total.dtype))
         if not bool(torch.isfinite(means[k]).all()):
             raise ValueError(
-                "delta: a centroid is not finite: hidden_NTD, head_VD or topk_logp_NTK hold NaN or infinity at tokens with credit."
+                "delta: a centroid is not finite: hidden_NTD, head_VD or topk_logp_NTK hold NaN or"
+                " infinity at tokens with credit."
             )
     return means[0], means[1]

@@ -5,34 +5,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, reports
 from counterpoise.credit.checks import check_number
-from counterpoise.numerics import LOCAL, Reduce, groups
+from counterpoise.maths.reduce import LOCAL, Reduce, groups
+from counterpoise.stage import bindable, reports
 from counterpoise.types import TokenBatch
 
 
-def _solve_rates(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, reduce: Reduce = LOCAL) -> dict:
+def _solve_rates(
+    before_NT: Tensor,
+    after_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    threshold: float = 0.5,
+    reduce: Reduce = LOCAL,
+) -> dict:
     is_solved_N = (batch.reward_N > threshold).to(before_NT.dtype)
     return {
-        "solve_rate": reduce.sum(is_solved_N.sum()) / reduce.sum(torch.tensor(float(len(is_solved_N)), device=before_NT.device))
+        "solve_rate": (
+            reduce.sum(is_solved_N.sum())
+            / reduce.sum(torch.tensor(float(len(is_solved_N)), device=before_NT.device))
+        )
     }
 
 
 @bindable
 @reports(_solve_rates)
-def focal(credit_NT: Tensor, batch: TokenBatch, *, gamma: float = 1.0, threshold: float = 0.5) -> Tensor:
+def focal(
+    credit_NT: Tensor, batch: TokenBatch, *, gamma: float = 1.0, threshold: float = 0.5
+) -> Tensor:
     """Learn less from prompts that are already solved.
 
     credit' = credit (1 - m)^gamma, m the share of the group's rollouts with reward > threshold
 
-    Keeps the sign, not the mass (it can only fall). ``gamma = 0`` changes nothing; it is FADE's factor with gamma = alpha - 1.
+    Keeps the sign, not the mass (it can only fall). ``gamma = 0`` changes nothing; it is FADE's
+    factor with gamma = alpha - 1.
 
     Args:
         credit_NT: [N, T].
         gamma: >= 0.
         threshold: a rollout is correct when its reward is above.
 
-    Reference: F-GRPO, arXiv 2602.06717, g(x) = (1 - mu)^gamma. Reads mu as the share of correct rollouts, not the mean reward; for rewards
+    Reference: F-GRPO, arXiv 2602.06717, g(x) = (1 - mu)^gamma. Reads mu as the share of correct
+        rollouts, not the mean reward; for rewards
     of 0 and 1 they are the same.
 
     >>> batch = TokenBatch.from_lists([[1], [2], [3], [4]], group=[0] * 4, reward=[1.0, 1.0, 1.0, 0.0], sampler_logp=[[-1.0]] * 4)

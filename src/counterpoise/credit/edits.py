@@ -1,4 +1,7 @@
-"""IBPO: credit on the tokens where a failed rollout and a correct one part. Token ids are aligned by Levenshtein distance (rapidfuzz)."""
+"""IBPO: credit on the tokens where a failed rollout and a correct one part.
+
+Token ids are aligned by Levenshtein distance (rapidfuzz).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, reports
 from counterpoise.credit.checks import check_choice
-from counterpoise.numerics import LOCAL, Reduce, groups
+from counterpoise.maths.reduce import LOCAL, Reduce, groups
+from counterpoise.stage import bindable, reports
 from counterpoise.types import TokenBatch
 
 
@@ -20,17 +23,24 @@ def _levenshtein() -> Any:
     try:
         from rapidfuzz.distance import Levenshtein
     except ImportError as missing:
-        raise ImportError("The credit rule 'edits' aligns tokens with rapidfuzz: pip install 'counterpoise[edits]'.") from missing
+        raise ImportError(
+            "The credit rule 'edits' aligns tokens with rapidfuzz: pip install"
+            " 'counterpoise[edits]'."
+        ) from missing
     return Levenshtein
 
 
 def edit_credit(
-    failed_ids: Sequence[int], corrected_ids: Sequence[int], gain: float, first_edits: int | None = None
+    failed_ids: Sequence[int],
+    corrected_ids: Sequence[int],
+    gain: float,
+    first_edits: int | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Credit of a failed answer and of its correction: -gain on tokens that must go, +gain on tokens that must come, 0 elsewhere.
+    """Credit of a failed answer and of its correction: -gain on tokens that must go, +gain on
+    tokens that must come, 0 elsewhere.
 
-    The edits are a shortest sequence of single-token deletions, insertions and substitutions that turns the one into the other. Their
-    sum is gain * (inserted - deleted) tokens, not 0.
+    The edits are a shortest sequence of single-token deletions, insertions and substitutions that
+    turns the one into the other. Their sum is gain * (inserted - deleted) tokens, not 0.
 
     Args:
         failed_ids, corrected_ids: token ids.
@@ -50,22 +60,27 @@ def edit_credit(
 
 
 def edit_distance(one_ids: Sequence[int], other_ids: Sequence[int], worst: float = 1.0) -> float:
-    """Levenshtein distance over the longer length, in [0, 1]; 1.0 stands for anything above ``worst``.
+    """Levenshtein distance over the longer length, in [0, 1]; 1.0 stands for anything above
+    ``worst``.
 
     >>> edit_distance([1, 2, 3], [1, 9, 3, 4])
     0.5
     """
     longest = max(len(one_ids), len(other_ids))
-    # counted in tokens: a cutoff on the share itself, compared in floats, loses distances that are equal to it
+    # counted in tokens: a cutoff on the share itself, compared in floats, loses distances that are
+    # equal to it
     most = math.floor(worst * longest + 1e-9)
     num_edits = _levenshtein().distance(one_ids, other_ids, score_cutoff=most)
     return 1.0 if num_edits > most else num_edits / max(longest, 1)
 
 
-def nearest_correct(failed_ids: Sequence[int], correct: Sequence[tuple[Sequence[int], float]]) -> int:
+def nearest_correct(
+    failed_ids: Sequence[int], correct: Sequence[tuple[Sequence[int], float]]
+) -> int:
     """The number of the correct answer nearest to a failed one, by normalised edit distance.
 
-    Ties go to the higher reward, then to the lexicographically first ids, so that the order of the rollouts decides nothing.
+    Ties go to the higher reward, then to the lexicographically first ids, so that the order of the
+    rollouts decides nothing.
 
     Args:
         failed_ids: token ids.
@@ -76,7 +91,12 @@ def nearest_correct(failed_ids: Sequence[int], correct: Sequence[tuple[Sequence[
     """
     best = (2.0,)
     for index, (ids, reward) in enumerate(correct):
-        found = (edit_distance(failed_ids, ids, worst=min(best[0], 1.0)), -reward, tuple(ids), index)
+        found = (
+            edit_distance(failed_ids, ids, worst=min(best[0], 1.0)),
+            -reward,
+            tuple(ids),
+            index,
+        )
         best = min(best, found)
     return int(best[-1])
 
@@ -87,7 +107,9 @@ class _Answer(NamedTuple):
     row: int
 
 
-def _group_credit(answers: list[_Answer], threshold: float, first_edits: int | None, serving: str) -> dict[int, Tensor]:
+def _group_credit(
+    answers: list[_Answer], threshold: float, first_edits: int | None, serving: str
+) -> dict[int, Tensor]:
     """Row -> credit of its tokens, for the rollouts of one group that have any."""
     failed = [answer for answer in answers if answer.reward <= threshold]
     rows_of: dict[tuple[tuple[int, ...], float], list[int]] = defaultdict(list)
@@ -99,7 +121,9 @@ def _group_credit(answers: list[_Answer], threshold: float, first_edits: int | N
         return {}
     for answer in failed:
         reference = correct[nearest_correct(answer.ids, correct)]
-        own, other = edit_credit(answer.ids, reference[0], reference[1] - answer.reward, first_edits)
+        own, other = edit_credit(
+            answer.ids, reference[0], reference[1] - answer.reward, first_edits
+        )
         out[answer.row] = torch.tensor(own, dtype=torch.float64)
         served[reference].append(torch.tensor(other, dtype=torch.float64))
     for reference, parts in served.items():
@@ -109,7 +133,12 @@ def _group_credit(answers: list[_Answer], threshold: float, first_edits: int | N
 
 
 def _pairs(
-    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, reduce: Reduce = LOCAL
+    before_NT: Tensor,
+    after_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    threshold: float = 0.5,
+    reduce: Reduce = LOCAL,
 ) -> dict[str, Tensor]:
     by, is_right_N = groups(batch.group_N), batch.reward_N > threshold
     right_P = by.sum(is_right_N.long())
@@ -118,7 +147,10 @@ def _pairs(
     return {
         "pairs": num_pairs,
         "skipped_groups": reduce.sum((~is_mixed_P).sum()),
-        "skipped_group_frac": reduce.sum((~is_mixed_P).sum()) / reduce.sum(torch.tensor(len(is_mixed_P), device=is_mixed_P.device)),
+        "skipped_group_frac": (
+            reduce.sum((~is_mixed_P).sum())
+            / reduce.sum(torch.tensor(len(is_mixed_P), device=is_mixed_P.device))
+        ),
         "credit_sum": reduce.sum(after_NT.sum()),
         "credit_sum_per_pair": reduce.sum(after_NT.sum()) / num_pairs.clamp(min=1),
     }
@@ -127,16 +159,26 @@ def _pairs(
 @bindable
 @reports(_pairs)
 def edits(
-    credit_NT: Tensor, batch: TokenBatch, *, threshold: float = 0.5, first_edits: int | None = None, serving: str = "sum"
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    threshold: float = 0.5,
+    first_edits: int | None = None,
+    serving: str = "sum",
 ) -> Tensor:
-    """Credit only where a failed answer and its nearest correct sibling part. REPLACES the incoming credit.
+    """Credit only where a failed answer and its nearest correct sibling part.
 
-    With y a failed rollout, c the correct rollout of its group at the smallest normalised token edit distance, g = r(c) - r(y):
-    credit' = -g on tokens of y that are deleted or substituted on the way to c, +g on tokens of c that are inserted or substituted, else 0.
+    REPLACES the incoming credit.
 
-    A correct rollout that serves several failed ones gets the sum of what they bring. Identical correct rollouts share it evenly. Groups
-    with no correct or no failed rollout are skipped: all their credit is 0. Keeps neither the mass nor, as a whole, a balance of signs:
-    the logged ``credit_sum`` is g * (inserted - deleted) summed over pairs.
+    With y a failed rollout, c the correct rollout of its group at the smallest normalised token
+    edit distance, g = r(c) - r(y): credit' = -g on tokens of y that are deleted or substituted on
+    the way to c, +g on tokens of c that are inserted or substituted, else 0.
+
+    A correct rollout that serves several failed ones gets the sum of what they bring. Identical
+    correct rollouts share it evenly. Groups
+    with no correct or no failed rollout are skipped: all their credit is 0. Keeps neither the mass
+    nor, as a whole, a balance of signs: the logged ``credit_sum`` is g * (inserted - deleted)
+    summed over pairs.
 
     Args:
         credit_NT: [N, T]; only its shape and dtype are read.
@@ -144,7 +186,8 @@ def edits(
         first_edits: keep only the first so many edits of each pair; None keeps all.
         serving: ``sum``, or ``mean`` over the failed rollouts that a correct one serves.
 
-    Reference: IBPO, implicit mode, arXiv 2605.16302 (also 2604.13088 v2). Reads the paper as written above; experimental.
+    Reference: IBPO, implicit mode, arXiv 2605.16302 (also 2604.13088 v2). Reads the paper as
+        written above; experimental.
 
     >>> batch = TokenBatch.from_lists([[1, 2, 3], [1, 9, 3, 4]], group=[0, 0], reward=[0.0, 1.0], sampler_logp=[[-1.0] * 3, [-1.0] * 4])
     >>> edits(torch.zeros(2, 4), batch).tolist()
@@ -152,7 +195,10 @@ def edits(
     """
     check_choice("edits", "serving", serving, ("sum", "mean"))
     if first_edits is not None and (not isinstance(first_edits, int) or first_edits < 1):
-        raise ValueError(f"edits: first_edits must be a whole number >= 1, or None for all edits, got {first_edits!r}")
+        raise ValueError(
+            "edits: first_edits must be a whole number >= 1, or None for all edits, got"
+            f" {first_edits!r}"
+        )
     ids_NT, mask_NT = batch.token_ids_NT.cpu(), batch.mask_NT.cpu()
     by_group: dict[int, list[_Answer]] = defaultdict(list)
     for row, (group, reward) in enumerate(zip(batch.group_N.tolist(), batch.reward_N.tolist())):

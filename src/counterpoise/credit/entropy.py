@@ -7,14 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, needs, reports
 from counterpoise.credit.checks import check_choice, check_number
-from counterpoise.numerics import LOCAL, Reduce, masked_mean
+from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
+from counterpoise.stage import bindable, needs, reports
 from counterpoise.types import TokenBatch
 
 
-def pooled_quantile(value_NT: Tensor, mask_NT: Tensor, level: float, reduce: Reduce = LOCAL) -> Tensor:
-    """The ``level`` quantile of the masked values of all ranks, linear between neighbours; +inf where there are none.
+def pooled_quantile(
+    value_NT: Tensor, mask_NT: Tensor, level: float, reduce: Reduce = LOCAL
+) -> Tensor:
+    """The ``level`` quantile of the masked values of all ranks, linear between neighbours; +inf
+    where there are none.
 
     Equal to ``torch.quantile``, without its limit of 16 M values.
 
@@ -30,20 +33,33 @@ def pooled_quantile(value_NT: Tensor, mask_NT: Tensor, level: float, reduce: Red
 
 
 def _threshold(
-    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL
+    before_NT: Tensor,
+    after_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    fraction: float = 0.2,
+    reduce: Reduce = LOCAL,
 ) -> dict[str, Tensor]:
-    return {"threshold": pooled_quantile(batch.column("entropy_NT"), batch.mask_NT, 1 - fraction, reduce)}
+    return {
+        "threshold": pooled_quantile(
+            batch.column("entropy_NT"), batch.mask_NT, 1 - fraction, reduce
+        )
+    }
 
 
 @bindable
 @reports(_threshold)
 @needs("entropy_NT")
-def top_entropy(credit_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL) -> Tensor:
+def top_entropy(
+    credit_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL
+) -> Tensor:
     """Credit only where the policy was undecided.
 
-    credit' = credit * 1[H >= Q], Q the (1 - fraction) quantile of the entropy H of all response tokens of the batch, over all ranks.
+    credit' = credit * 1[H >= Q], Q the (1 - fraction) quantile of the entropy H of all response
+    tokens of the batch, over all ranks.
 
-    The selection is that of TRL's ``top_entropy_quantile``. Keeps the sign, not the mass; ties at Q are all kept.
+    The selection is that of TRL's ``top_entropy_quantile``. Keeps the sign, not the mass; ties at Q
+    are all kept.
 
     Args:
         credit_NT: [N, T].
@@ -61,7 +77,9 @@ def top_entropy(credit_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, 
     return torch.where(batch.mask_NT & (entropy_NT >= threshold), credit_NT, 0)
 
 
-def _silenced(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL) -> dict[str, Tensor]:
+def _silenced(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
     is_dropped_NT = (before_NT != 0) & (after_NT == 0)
     return {
         "spurious_frac": masked_mean(is_dropped_NT.to(before_NT.dtype), batch.mask_NT, reduce),
@@ -84,20 +102,26 @@ def spurious(
 ) -> Tensor:
     """Silence tokens that a confident policy sampled by accident in a rewarded rollout.
 
-    credit' = z * credit * 1[not (credit > 0 and p < max_prob and H < Q)], p the sampler's probability, H the entropy, Q a quantile of H
+    credit' = z * credit * 1[not (credit > 0 and p < max_prob and H < Q)], p the sampler's
+    probability, H the entropy, Q a quantile of H
 
-    Keeps the sign. The factor z makes up for what was dropped: ``tokens`` (the paper's: the loss is averaged over the kept tokens) is
-    (all tokens)/(kept tokens), ``mass`` keeps sum|credit|, ``none`` is 1. All pooled over ranks; z = 1 where nothing is left.
+    Keeps the sign. The factor z makes up for what was dropped: ``tokens`` (the paper's: the loss is
+    averaged over the kept tokens) is
+    (all tokens)/(kept tokens), ``mass`` keeps sum|credit|, ``none`` is 1. All pooled over ranks; z
+    = 1 where nothing is left.
 
     Args:
         credit_NT: [N, T].
         max_prob: tau_p, a token is rare below it.
         entropy_quantile: q in [0, 1]; 0 drops nothing.
-        quantile_over: ``rare`` takes Q over the rare tokens of positive credit, ``batch`` over all response tokens.
+        quantile_over: ``rare`` takes Q over the rare tokens of positive credit, ``batch`` over all
+            response tokens.
         renormalise: ``tokens``, ``mass`` or ``none``.
 
-    Reference: STAPO, arXiv 2602.15620 (tau_p 0.002, q 0.75 over the rare tokens in its later versions; the first took q = 0.8 over the
-    mini-batch). Departs from the paper in that Q and z are those of the rollout batch, not of each mini-batch, and p is the sampler's.
+    Reference: STAPO, arXiv 2602.15620 (tau_p 0.002, q 0.75 over the rare tokens in its later
+        versions; the first took q = 0.8 over the
+    mini-batch). Departs from the paper in that Q and z are those of the rollout batch, not of each
+    mini-batch, and p is the sampler's.
 
     >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[1.0], sampler_logp=[[-0.1, -9.0, -9.0]], entropy=[[0.1, 0.1, 3.0]])
     >>> spurious(torch.ones(1, 3), batch).tolist()
@@ -109,7 +133,9 @@ def spurious(
     check_choice("spurious", "renormalise", renormalise, ("tokens", "mass", "none"))
     entropy_NT, mask_NT = batch.column("entropy_NT"), batch.mask_NT
     is_rare_NT = mask_NT & (credit_NT > 0) & (batch.sampler_logp_NT.exp() < max_prob)
-    threshold = pooled_quantile(entropy_NT, is_rare_NT if quantile_over == "rare" else mask_NT, entropy_quantile, reduce)
+    threshold = pooled_quantile(
+        entropy_NT, is_rare_NT if quantile_over == "rare" else mask_NT, entropy_quantile, reduce
+    )
     is_kept_NT = mask_NT & ~(is_rare_NT & (entropy_NT < threshold))
     kept_NT = torch.where(is_kept_NT, credit_NT, 0)
     if renormalise == "none":
@@ -117,5 +143,8 @@ def spurious(
     if renormalise == "mass":
         whole, kept = reduce.sum(credit_NT.abs().sum()), reduce.sum(kept_NT.abs().sum())
     else:
-        whole, kept = reduce.sum(mask_NT.sum()).to(credit_NT.dtype), reduce.sum(is_kept_NT.sum()).to(credit_NT.dtype)
+        whole, kept = (
+            reduce.sum(mask_NT.sum()).to(credit_NT.dtype),
+            reduce.sum(is_kept_NT.sum()).to(credit_NT.dtype),
+        )
     return kept_NT * torch.where(kept > 0, whole / torch.where(kept > 0, kept, 1), 1)

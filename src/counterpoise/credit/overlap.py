@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.build import bindable, reports
 from counterpoise.credit.checks import check_choice, check_number
-from counterpoise.numerics import LOCAL, Reduce, groups, masked_mean
-from counterpoise.trie import pair_index, prefix_nodes
+from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
+from counterpoise.maths.trie import pair_index, prefix_nodes
+from counterpoise.stage import bindable, reports
 from counterpoise.types import TokenBatch
 
 
 def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both") -> Tensor:
-    """True on conflict tokens: same id at the same position in a rollout of positive and in one of negative credit of the group, and so
-    for every token between it and the start (or, right-aligned, the end) of the rollout, [N, T].
+    """True on conflict tokens: same id at the same position in a rollout of positive and in one of
+    negative credit of the group, and so for every token between it and the start (or,
+    right-aligned, the end) of the rollout, [N, T].
 
     >>> batch = TokenBatch.from_lists([[1, 2, 9], [1, 3, 9]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 3] * 2)
     >>> conflict_tokens(torch.tensor([[1.0] * 3, [-1.0] * 3]), batch, runs="start").tolist()
@@ -40,7 +41,9 @@ def _contested(position_NT: Tensor, credit_NT: Tensor, batch: TokenBatch) -> Ten
     place_M, _ = pair_index(group_NT[mask_NT], position_NT[mask_NT])
     slot_M, num_slots = pair_index(place_M, batch.token_ids_NT[mask_NT])
     credit_M = credit_NT[mask_NT]
-    is_rewarded_S, is_punished_S = torch.zeros(2, num_slots, dtype=torch.bool, device=mask_NT.device)
+    is_rewarded_S, is_punished_S = torch.zeros(
+        2, num_slots, dtype=torch.bool, device=mask_NT.device
+    )
     is_rewarded_S[slot_M[credit_M > 0]] = True
     is_punished_S[slot_M[credit_M < 0]] = True
     out_NT = torch.zeros_like(mask_NT)
@@ -54,7 +57,12 @@ def _unbroken(flag_NT: Tensor) -> Tensor:
 
 
 def _conflicts(
-    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, runs: str = "both", reduce: Reduce = LOCAL
+    before_NT: Tensor,
+    after_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    runs: str = "both",
+    reduce: Reduce = LOCAL,
 ) -> dict[str, Tensor]:
     is_conflict_NT = conflict_tokens(before_NT, batch, runs=runs).to(before_NT.dtype)
     return {
@@ -65,23 +73,34 @@ def _conflicts(
 
 @bindable
 @reports(_conflicts)
-def conflict(credit_NT: Tensor, batch: TokenBatch, *, positive: float = 2.0, negative: float = 0.0, runs: str = "both") -> Tensor:
+def conflict(
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    positive: float = 2.0,
+    negative: float = 0.0,
+    runs: str = "both",
+) -> Tensor:
     """Do not punish what correct answers share with failed ones.
 
-    On conflict tokens credit' = positive * credit where credit > 0, negative * credit where credit < 0; elsewhere credit' = credit.
+    On conflict tokens credit' = positive * credit where credit > 0, negative * credit where credit
+    < 0; elsewhere credit' = credit.
 
-    A conflict token stands at the same position with the same id in a rewarded and in a punished rollout of its group, within the
-    unbroken run of such tokens from the start, or (right-aligned) from the end of its rollout. Keeps the sign (with factors >= 0), not the
-    mass. ``positive = negative = 1`` changes nothing.
+    A conflict token stands at the same position with the same id in a rewarded and in a punished
+    rollout of its group, within the unbroken run of such tokens from the start, or (right-aligned)
+    from the end of its rollout. Keeps the sign (with factors >= 0), not the mass. ``positive =
+    negative = 1`` changes nothing.
 
     Args:
         credit_NT: [N, T]; its signs are the sides.
         positive, negative: the two factors, >= 0.
         runs: ``start``, ``end`` or ``both``.
 
-    Reference: GTPO, arXiv 2508.03772. Reads the paper as: a token in both runs is one conflict token (the authors' code multiplies the
-    factors of the two runs, which makes 4). Departs from that code in leaving out its filter of rollouts by entropy and its division of
-    a rollout's loss by the number of its conflict tokens. Experimental in that respect.
+    Reference: GTPO, arXiv 2508.03772. Reads the paper as: a token in both runs is one conflict
+        token (the authors' code multiplies the
+    factors of the two runs, which makes 4). Departs from that code in leaving out its filter of
+    rollouts by entropy and its division of a rollout's loss by the number of its conflict tokens.
+    Experimental in that respect.
 
     >>> batch = TokenBatch.from_lists([[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
     >>> conflict(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch).tolist()
@@ -91,11 +110,17 @@ def conflict(credit_NT: Tensor, batch: TokenBatch, *, positive: float = 2.0, neg
     check_number("conflict", "negative", negative, 0, float("inf"))
     factor_NT = torch.where(credit_NT > 0, positive, negative).to(credit_NT.dtype)
     # adding 0 turns -0.0 into 0.0
-    return torch.where(conflict_tokens(credit_NT, batch, runs=runs), credit_NT * factor_NT + 0, credit_NT)
+    return torch.where(
+        conflict_tokens(credit_NT, batch, runs=runs), credit_NT * factor_NT + 0, credit_NT
+    )
 
 
-def _sharing(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL) -> dict[str, Tensor]:
-    size_NT = prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N).size_NT.to(before_NT.dtype)
+def _sharing(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
+    size_NT = prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N).size_NT.to(
+        before_NT.dtype
+    )
     return {
         "shared_frac": masked_mean((size_NT > 1).to(before_NT.dtype), batch.mask_NT, reduce),
         "sharing_rollouts": masked_mean(size_NT, batch.mask_NT, reduce),
@@ -107,12 +132,14 @@ def _sharing(before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: 
 def shared_prefix(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     """Count a shared step once.
 
-    credit'_it = credit_it / |{j in the group of i : y_j agrees with y_i up to and including token t}|
+    credit'_it = credit_it / |{j in the group of i : y_j agrees with y_i up to and including token
+    t}|
 
-    The steps that many rollouts of a group have in common enter a group's objective once for each rollout; this undoes it. Keeps the
-    sign, not the mass (it can only fall).
+    The steps that many rollouts of a group have in common enter a group's objective once for each
+    rollout; this undoes it. Keeps the sign, not the mass (it can only fall).
 
-    Reference: lambda-GRPO, arXiv 2509.21154; the divisor is the size of the token's process set, as in the authors' code.
+    Reference: lambda-GRPO, arXiv 2509.21154; the divisor is the size of the token's process set, as
+        in the authors' code.
 
     >>> batch = TokenBatch.from_lists([[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
     >>> shared_prefix(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch).tolist()

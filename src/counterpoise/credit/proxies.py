@@ -1,13 +1,15 @@
 """Token-gradient proxies v of DelTA, never laid out as [tokens, D] or [tokens, V, D].
 
-A proxy is three functions of the credited tokens of a rank: ``total`` (a weighted sum of v), ``dot`` (v . direction), ``squared``
+A proxy is three functions of the credited tokens of a rank: ``total`` (a weighted sum of v),
+``dot`` (v . direction), ``squared``
 (|v|^2).
 
     row    v = (1 - p(y)) h                      in R^D
     topk   v = W_y - sum_j p~_j W_j = W^T u      in R^D, u sparse
     head   v = (e_y - p) h^T                     in R^{V x D}, the exact gradient of log p(y) by the head's weight
 
-All walk over chunks of tokens; sums are kept in float64 (``head``: in the working dtype, the accumulator is as large as the head).
+All walk over chunks of tokens; sums are kept in float64 (``head``: in the working dtype, the
+accumulator is as large as the head).
 Axes: M credited tokens, B tokens of a chunk, D hidden size, V vocabulary, K candidates.
 """
 
@@ -19,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.build import nearest
-from counterpoise.numerics_head import CHUNK_LOGITS
+from counterpoise.errors import nearest
+from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.types import TokenBatch
 
 CHUNK_NUMBERS = 2**22  # numbers of one chunk of hidden states or candidates: 16 MiB in float32
@@ -47,16 +49,25 @@ def check_proxy(proxy: str, topk: int | None, temperature: float) -> None:
         raise ValueError(f"delta: unknown proxy {proxy!r}. {nearest(proxy, PROXY_COLUMNS)}")
     if topk is not None and (proxy != "topk" or topk < 1):
         raise ValueError(
-            f"delta: topk must be at least 1 and is read by proxy='topk' alone, got topk={topk!r} with proxy={proxy!r}."
+            f"delta: topk must be at least 1 and is read by proxy='topk' alone, got topk={topk!r}"
+            f" with proxy={proxy!r}."
         )
     if not 0 < temperature < float("inf") or (temperature != 1 and proxy != "head"):
         raise ValueError(
-            "delta: temperature must be a number > 0 and is read by proxy='head' alone (others take probabilities from the batch), "
-            f"got temperature={temperature!r} with proxy={proxy!r}."
+            "delta: temperature must be a number > 0 and is read by proxy='head' alone (others"
+            f" take probabilities from the batch), got temperature={temperature!r} with"
+            f" proxy={proxy!r}."
         )
 
 
-def token_proxy(name: str, batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, topk: int | None, temperature: float) -> Proxy:
+def token_proxy(
+    name: str,
+    batch: TokenBatch,
+    index_M: Tensor,
+    dtype: torch.dtype,
+    topk: int | None,
+    temperature: float,
+) -> Proxy:
     """The proxy of the tokens at ``index_M`` of the flattened batch, computed in ``dtype``."""
     if name == "row":
         return _row(batch, index_M, dtype)
@@ -81,17 +92,24 @@ def _row(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype) -> Proxy:
         return out_D.to(dtype)
 
     def dot(direction_D: Tensor, part: slice) -> Tensor:
-        return gap_M[part] * _joined([hidden_BD @ direction_D for _, hidden_BD in chunks(part)], gap_M)
+        return gap_M[part] * _joined(
+            [hidden_BD @ direction_D for _, hidden_BD in chunks(part)], gap_M
+        )
 
     def squared(part: slice) -> Tensor:
-        return gap_M[part].square() * _joined([hidden_BD.square().sum(1) for _, hidden_BD in chunks(part)], gap_M)
+        return gap_M[part].square() * _joined(
+            [hidden_BD.square().sum(1) for _, hidden_BD in chunks(part)], gap_M
+        )
 
     return Proxy(total, dot, squared)
 
 
 def _topk(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, topk: int | None) -> Proxy:
     weight_VD, num_kept = batch.column("head_VD").to(dtype), _num_candidates(batch, topk)
-    ids_NTK, logp_NTK = batch.column("topk_ids_NTK")[..., :num_kept], batch.column("topk_logp_NTK")[..., :num_kept]
+    ids_NTK, logp_NTK = (
+        batch.column("topk_ids_NTK")[..., :num_kept],
+        batch.column("topk_logp_NTK")[..., :num_kept],
+    )
     target_M = batch.token_ids_NT.flatten()[index_M]
     _check_ids(target_M, weight_VD, "token_ids_NT")
 
@@ -105,12 +123,16 @@ def _topk(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, topk: int | No
         u_V = torch.zeros(len(weight_VD), dtype=torch.float64, device=weight_VD.device)
         u_V.index_add_(0, target_M[part], weight_M[part].double())
         for rows, ids_BK, prob_BK in chunks(part):
-            u_V.index_add_(0, ids_BK.flatten(), (-weight_M[rows, None] * prob_BK).flatten().double())
+            u_V.index_add_(
+                0, ids_BK.flatten(), (-weight_M[rows, None] * prob_BK).flatten().double()
+            )
         return u_V.to(dtype) @ weight_VD
 
     def dot(direction_D: Tensor, part: slice) -> Tensor:
         z_V = weight_VD @ direction_D
-        return z_V[target_M[part]] - _joined([(prob_BK * z_V[ids_BK]).sum(1) for _, ids_BK, prob_BK in chunks(part)], z_V)
+        return z_V[target_M[part]] - _joined(
+            [(prob_BK * z_V[ids_BK]).sum(1) for _, ids_BK, prob_BK in chunks(part)], z_V
+        )
 
     def squared(part: slice) -> Tensor:
         parts = []
@@ -126,7 +148,8 @@ def _head(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, temperature: f
     hidden_NTD, weight_VD = batch.column("hidden_NTD"), batch.column("head_VD").to(dtype)
     if hidden_NTD.shape[2] != weight_VD.shape[1]:
         raise ValueError(
-            f"delta: hidden_NTD has hidden size {hidden_NTD.shape[2]}, head_VD has {weight_VD.shape[1]}; expected the same."
+            f"delta: hidden_NTD has hidden size {hidden_NTD.shape[2]}, head_VD has"
+            f" {weight_VD.shape[1]}; expected the same."
         )
     target_M = batch.token_ids_NT.flatten()[index_M]
     _check_ids(target_M, weight_VD, "token_ids_NT")
@@ -136,7 +159,13 @@ def _head(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, temperature: f
         for rows in _chunks(part, len(index_M), len(weight_VD), CHUNK_LOGITS):
             hidden_BD = _at(hidden_NTD, index_M[rows]).to(dtype)
             residual_BV = torch.softmax((hidden_BD @ weight_VD.T).div_(temperature), dim=1).neg_()
-            yield rows, hidden_BD, residual_BV.scatter_add_(1, target_M[rows, None], torch.ones_like(residual_BV[:, :1]))
+            yield (
+                rows,
+                hidden_BD,
+                residual_BV.scatter_add_(
+                    1, target_M[rows, None], torch.ones_like(residual_BV[:, :1])
+                ),
+            )
 
     def total(weight_M: Tensor, part: slice) -> Tensor:
         out_VD = torch.zeros_like(weight_VD)
@@ -145,11 +174,17 @@ def _head(batch: TokenBatch, index_M: Tensor, dtype: torch.dtype, temperature: f
         return out_VD
 
     def dot(direction_VD: Tensor, part: slice) -> Tensor:
-        parts = [torch.linalg.vecdot(residual_BV, hidden_BD @ direction_VD.T) for _, hidden_BD, residual_BV in chunks(part)]
+        parts = [
+            torch.linalg.vecdot(residual_BV, hidden_BD @ direction_VD.T)
+            for _, hidden_BD, residual_BV in chunks(part)
+        ]
         return _joined(parts, weight_VD)
 
     def squared(part: slice) -> Tensor:
-        parts = [residual_BV.square().sum(1) * hidden_BD.square().sum(1) for _, hidden_BD, residual_BV in chunks(part)]
+        parts = [
+            residual_BV.square().sum(1) * hidden_BD.square().sum(1)
+            for _, hidden_BD, residual_BV in chunks(part)
+        ]
         return _joined(parts, weight_VD)
 
     return Proxy(total, dot, squared)
@@ -164,7 +199,9 @@ def _chunks(part: slice, num_tokens: int, width: int, numbers: int) -> Iterator[
 
 
 def _at(column: Tensor, index_B: Tensor) -> Tensor:
-    """Rows of a [N, T, ...] column at flattened positions, without copying the column where it is a strided view."""
+    """Rows of a [N, T, ...] column at flattened positions, without copying the column where it is a
+    strided view.
+    """
     if column.is_contiguous():
         return column.flatten(0, 1).index_select(0, index_B)
     return column[index_B // column.shape[1], index_B % column.shape[1]]
@@ -177,12 +214,21 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 def _num_candidates(batch: TokenBatch, topk: int | None) -> int:
     ids, logp = batch.column("topk_ids_NTK"), batch.column("topk_logp_NTK")
     if ids.shape != logp.shape:
-        raise ValueError(f"delta: topk_ids_NTK is {list(ids.shape)} and topk_logp_NTK {list(logp.shape)}; expected the same shape.")
+        raise ValueError(
+            f"delta: topk_ids_NTK is {list(ids.shape)} and topk_logp_NTK {list(logp.shape)};"
+            " expected the same shape."
+        )
     if topk is not None and topk > ids.shape[-1]:
-        raise ValueError(f"delta: topk={topk}, but topk_ids_NTK has K={ids.shape[-1]} candidates. Measure more, or lower topk.")
+        raise ValueError(
+            f"delta: topk={topk}, but topk_ids_NTK has K={ids.shape[-1]} candidates. Measure more,"
+            " or lower topk."
+        )
     return topk or ids.shape[-1]
 
 
 def _check_ids(ids: Tensor, weight_VD: Tensor, name: str) -> None:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(weight_VD):
-        raise ValueError(f"delta: {name} holds ids {int(ids.min())}..{int(ids.max())}, but head_VD has {len(weight_VD)} rows.")
+        raise ValueError(
+            f"delta: {name} holds ids {int(ids.min())}..{int(ids.max())}, but head_VD has"
+            f" {len(weight_VD)} rows."
+        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from counterpoise.build import bindable
+from counterpoise.stage import bindable
 from counterpoise.types import TokenBatch
 
 
 @bindable
 def uniform(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
-    """credit' = credit: every token of a rollout gets its advantage, bit for bit. Keeps the mass sum|credit| and the sign.
+    """credit' = credit: every token of a rollout gets its advantage, bit for bit.
+
+    Keeps the mass sum|credit| and the sign.
 
     >>> import torch
     >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[1.0], sampler_logp=[[-1.0, -2.0]])

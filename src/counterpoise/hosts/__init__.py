@@ -1,1 +1,4 @@
-"""counterpoise inside other trainers. Each host is imported by its own name, so that none of them has to be installed for the others."""
+"""counterpoise inside other trainers.
+
+Each host is imported by its own name, so that none of them has to be installed for the others.
+"""

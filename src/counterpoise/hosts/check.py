@@ -1,4 +1,6 @@
-"""Does a host still behave as we rely on? Each check runs the real thing on a tiny example and names the fix where it fails."""
+"""Does a host still behave as we rely on? Each check runs the real thing on a tiny example and
+names the fix where it fails.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 TESTED_TRL = "1.16.0"
-FIX = f"pip install 'trl=={TESTED_TRL}' (the version that counterpoise was tested with), and report the version you have"
+FIX = (
+    f"pip install 'trl=={TESTED_TRL}' (the version that counterpoise was tested with), and report"
+    " the version you have"
+)
 FIX_VERSION = f"pip install 'trl=={TESTED_TRL}'"
-FIX_VERL = "pip install 'verl==0.9.1' (the version that counterpoise was tested with), and report the version you have"
+FIX_VERL = (
+    "pip install 'verl==0.9.1' (the version that counterpoise was tested with), and report the"
+    " version you have"
+)
 
 # what we call or override, with the leading parameters that we rely on
 TRL_SIGNATURES = {
@@ -45,7 +53,8 @@ def version_of(package: str) -> str | None:
 
 
 def check_trl() -> list[Check]:
-    """TRL's version, the signatures, and by a training of two updates: credit reaches the loss token by token, the plan decides the rows.
+    """TRL's version, the signatures, and by a training of two updates: credit reaches the loss
+    token by token, the plan decides the rows.
 
     >>> import counterpoise.hosts.check as check
     >>> all(one.is_ok for one in check.check_trl()) if check.is_installed("trl") else True
@@ -61,13 +70,21 @@ def check_trl() -> list[Check]:
 
 
 def check_verl() -> list[Check]:
-    """What of counterpoise verl has loaded, and by two rollouts of two tokens: credit reaches verl's loss. Call it in a fresh process."""
-    from counterpoise.hosts import verl
+    """What of counterpoise verl has loaded, and by two rollouts of two tokens: credit reaches
+    verl's loss. Call it in a fresh process.
+    """
+    from counterpoise.hosts.verl import register as verl
 
     found = verl.registered()
-    counts = f"{len(found.estimators)} estimators, {len(found.losses)} losses, {len(found.trainers)} trainers"
+    counts = (
+        f"{len(found.estimators)} estimators, {len(found.losses)} losses, {len(found.trainers)}"
+        " trainers"
+    )
     registered = Check(
-        "verl plug-in", not found.problems, f"verl {found.version}: {counts} of counterpoise", " ".join(found.problems)
+        "verl plug-in",
+        not found.problems,
+        f"verl {found.version}: {counts} of counterpoise",
+        " ".join(found.problems),
     )
     if not found.estimators:
         return [registered]
@@ -92,7 +109,7 @@ def _attempt(name: str, look: Callable[[], str], fix: str = FIX) -> Check:
 def _version() -> str:
     import trl
 
-    from counterpoise.hosts.trl_checks import check_version
+    from counterpoise.hosts.trl.checks import check_version
 
     check_version(trl.__version__)
     return trl.__version__
@@ -113,7 +130,7 @@ def _signatures() -> str:
 
 def _training() -> list[Check]:
     def trained() -> Any:
-        from counterpoise.hosts.trl_probe import probe
+        from counterpoise.hosts.trl.selftest import probe
 
         return probe()
 
@@ -128,22 +145,30 @@ def _training() -> list[Check]:
 
 
 def credit_reaches_loss(seen: Any) -> str:
-    """The derivative of TRL's loss by a token's log-prob is 0 exactly where the token's credit is 0, and has its sign elsewhere."""
+    """The derivative of TRL's loss by a token's log-prob is 0 exactly where the token's credit is
+    0, and has its sign elsewhere.
+    """
     num_tokens, num_without = 0, 0
     for micro in seen.micros:
         if micro.credit_NT.shape != micro.grad_NT.shape:
             raise ValueError(
-                f"the loss got advantages of shape {list(micro.credit_NT.shape)}, expected {list(micro.grad_NT.shape)}"
+                f"the loss got advantages of shape {list(micro.credit_NT.shape)}, expected"
+                f" {list(micro.grad_NT.shape)}"
             )
         wrong_NT = (micro.credit_NT.sign() != -micro.grad_NT.sign()) & micro.mask_NT
         if micro.is_first_step and wrong_NT.any():
-            raise ValueError(f"{int(wrong_NT.sum())} tokens got a gradient that is not their credit's")
+            raise ValueError(
+                f"{int(wrong_NT.sum())} tokens got a gradient that is not their credit's"
+            )
         num_tokens, num_without = (
             num_tokens + int(micro.mask_NT.sum()),
             num_without + int((micro.credit_NT == 0)[micro.mask_NT].sum()),
         )
     if not 0 < num_without < num_tokens:
-        raise ValueError(f"{num_without} of {num_tokens} tokens were without credit: the rule had nothing to tell apart")
+        raise ValueError(
+            f"{num_without} of {num_tokens} tokens were without credit: the rule had nothing to"
+            " tell apart"
+        )
     return f"{num_tokens} tokens, {num_without} of them without credit and without gradient"
 
 

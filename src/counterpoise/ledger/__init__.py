@@ -2,19 +2,44 @@
 
 from counterpoise.ledger.account import Account, account
 from counterpoise.ledger.book import Book, Settings, within_memory
-from counterpoise.ledger.categories import CATEGORIES, categories, load_categories
-from counterpoise.ledger.changes import cancellation, change_sign, is_flip
-from counterpoise.ledger.classes import DECOMPOSITIONS, Facts, token_classes
-from counterpoise.ledger.decompose import Decomposition, change_along, class_gradients, decompose, forward_mode, own_exact
-from counterpoise.ledger.drift import drift, filled
-from counterpoise.ledger.head_change import HeadChange, HeadResponse, HeadState, head_change
-from counterpoise.ledger.head_kernel import HeadKernel, coupling_table, head_cancellation, head_kernel
-from counterpoise.ledger.jitter import jitter
-from counterpoise.ledger.logprobs import LogProbs, Params, Texts, at, copied, of_model, trainable
-from counterpoise.ledger.nodes import Sharing, sharing
-from counterpoise.ledger.optimizers import response
-from counterpoise.ledger.residual import residuals
-from counterpoise.ledger.snapshot import Snapshot, restore, snapshot
+from counterpoise.ledger.calculus.decompose import (
+    Decomposition,
+    change_along,
+    class_gradients,
+    decompose,
+    forward_mode,
+    own_exact,
+)
+from counterpoise.ledger.calculus.head_change import (
+    HeadChange,
+    HeadResponse,
+    HeadState,
+    head_change,
+)
+from counterpoise.ledger.calculus.head_kernel import (
+    HeadKernel,
+    coupling_table,
+    head_cancellation,
+    head_kernel,
+)
+from counterpoise.ledger.calculus.logprobs import (
+    LogProbs,
+    Params,
+    Texts,
+    at,
+    copied,
+    of_model,
+    trainable,
+)
+from counterpoise.ledger.calculus.optimizers import response
+from counterpoise.ledger.calculus.snapshot import Snapshot, restore, snapshot
+from counterpoise.ledger.measures.categories import CATEGORIES, categories, load_categories
+from counterpoise.ledger.measures.changes import cancellation, change_sign, is_flip
+from counterpoise.ledger.measures.classes import DECOMPOSITIONS, Facts, token_classes
+from counterpoise.ledger.measures.drift import drift, filled
+from counterpoise.ledger.measures.jitter import jitter
+from counterpoise.ledger.measures.residual import residuals
+from counterpoise.ledger.measures.sharing import Sharing, sharing
 
 __all__ = [
     "CATEGORIES",

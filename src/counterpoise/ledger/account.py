@@ -1,4 +1,6 @@
-"""The account of one optimizer step: what it did to every token it was trained on, and why. Reads, never writes: model, optimizer and RNG stay.
+"""The account of one optimizer step: what it did to every token it was trained on, and why.
+
+Reads, never writes: model, optimizer and RNG stay.
 
 Axes: N rows of the step, T response tokens, M tokens laid end to end.
 """
@@ -13,21 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from counterpoise.ledger.changes import cancellation, change_sign, is_flip
-from counterpoise.ledger.decompose import REST, decompose
-from counterpoise.ledger.head_change import HeadChange, HeadResponse, HeadState, head_change
-from counterpoise.ledger.logprobs import Params, Texts, at, of_model
-from counterpoise.ledger.optimizers import Response, UnknownOptimizer, response
-from counterpoise.rollouts import measure
-from counterpoise.rollouts.backbone import backbone
-from counterpoise.schema import PART_PREFIX
+from counterpoise.ledger.calculus.decompose import REST, decompose
+from counterpoise.ledger.calculus.head_change import (
+    HeadChange,
+    HeadResponse,
+    HeadState,
+    head_change,
+)
+from counterpoise.ledger.calculus.logprobs import Params, Texts, at, of_model
+from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, response
+from counterpoise.ledger.measures.changes import cancellation, change_sign, is_flip
+from counterpoise.policy import measure
+from counterpoise.policy.backbone import backbone
+from counterpoise.run.schema import PART_PREFIX
 from counterpoise.types import Rows, TokenLoss
 
 NOISE_STRIDE = 4  # every fourth row is scored twice
 
 
 class Scores(NamedTuple):
-    """Before and after the step, same forward. ``kl_NT`` and ``own_NT`` (for a coefficient of 1) are None where the head is not plain."""
+    """Before and after the step, same forward.
+
+    ``kl_NT`` and ``own_NT`` (for a coefficient of 1) are None where the head is not plain.
+    """
 
     logp_before_NT: Tensor
     logp_after_NT: Tensor
@@ -38,7 +48,9 @@ class Scores(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Columns of the token table for the step's rows, [N, T]; ``notes`` say what is missing and why."""
+    """Columns of the token table for the step's rows, [N, T]; ``notes`` say what is missing and
+    why.
+    """
 
     columns: dict[str, Tensor]
     notes: list[str]
@@ -68,10 +80,14 @@ def account(
         rows, loss: what the step used, and what its loss returned.
         clip_factor: by which the gradient was scaled.
         classes: axis -> class -> mask, see ``classes.token_classes``.
-        gradient: what the optimizer got, if it was kept: saves a backward an axis (see ``decompose``).
-        autocast: precision of the training forward; gradients and forward-mode passes use it. Log-probs before and after are scored in the
-            parameters' own precision: bfloat16 products move a log-prob about as much as a step does.
-        is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves predictions out.
+        gradient: what the optimizer got, if it was kept: saves a backward an axis (see
+            ``decompose``).
+        autocast: precision of the training forward; gradients and forward-mode passes use it.
+            Log-probs before and after are scored in the
+            parameters' own precision: bfloat16 products move a log-prob about as much as a step
+            does.
+        is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves
+            predictions out.
         noise_floor: where it is known already; None measures it.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -84,16 +100,29 @@ def account(
     scores = scored(model, before, texts, head_response(model, steps), noise_floor)
     columns = step_columns(rows, loss, scores)
     if scores.kl_NT is None:
-        notes.append("the model's head is not a plain linear layer: the table has no KL (no learning tax) and no own part.")
+        notes.append(
+            "the model's head is not a plain linear layer: the table has no KL (no learning tax)"
+            " and no own part."
+        )
     elif scores.own_NT is None and steps is not None:
         notes.append(
-            "the model's head is not trained (adapters?): tokens have no own part through it, so own and coupling are empty."
+            "the model's head is not trained (adapters?): tokens have no own part through it, so"
+            " own and coupling are empty."
         )
     if is_batched is None:
         return Account(columns, notes)
     after = {name: p.detach() for name, p in live.items()}
     total = None if gradient is None else {name: -gradient[name] for name in before}
-    parts = decompose(of_model(model, texts, autocast), before, after, weight_NT, classes, steps, total, is_batched=is_batched)
+    parts = decompose(
+        of_model(model, texts, autocast),
+        before,
+        after,
+        weight_NT,
+        classes,
+        steps,
+        total,
+        is_batched=is_batched,
+    )
     columns["predicted"] = parts.predicted_NT
     if scores.own_NT is not None:
         columns["own"] = weight_NT * scores.own_NT
@@ -102,21 +131,41 @@ def account(
     return Account(columns, notes)
 
 
-def scored(model: Any, before: Params, texts: Texts, steps: HeadResponse | None, noise_floor: float | None = None) -> Scores:
-    """Log-probs at both parameter settings, in the same forward; the noise floor is measured unless it is given."""
-    change = _change(model, before, texts, steps) if backbone(model).head is not None else _logp_change(model, before, texts)
-    floor = measured_noise(model, before, texts, change.logp_before_M) if noise_floor is None else noise_floor
+def scored(
+    model: Any,
+    before: Params,
+    texts: Texts,
+    steps: HeadResponse | None,
+    noise_floor: float | None = None,
+) -> Scores:
+    """Log-probs at both parameter settings, in the same forward; the noise floor is measured unless
+    it is given.
+    """
+    change = (
+        _change(model, before, texts, steps)
+        if backbone(model).head is not None
+        else _logp_change(model, before, texts)
+    )
+    floor = (
+        measured_noise(model, before, texts, change.logp_before_M)
+        if noise_floor is None
+        else noise_floor
+    )
     return Scores(*change, noise_floor=floor)
 
 
 def measured_noise(model: Any, before: Params, texts: Texts, logp_NT: Tensor) -> float:
     """The largest gap when every fourth row is scored once more without an update.
 
-    In another cut and with the maths path of attention, so that rounding shows even where a kernel repeats itself bit for bit.
-    """
-    again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device))
+    In another cut and with the maths path of attention, so that rounding shows even where a kernel
+    repeats itself bit for bit."""
+    again = texts.select(
+        torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device)
+    )
     with sdpa_kernel(SDPBackend.MATH):
-        repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))["trainer_logp_NT"]
+        repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))[
+            "trainer_logp_NT"
+        ]
     return float((logp_NT[::NOISE_STRIDE] - repeat_RT).abs()[again.mask_NT].max())
 
 
@@ -141,15 +190,25 @@ def step_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tenso
 
 
 def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """``part_<axis>_<class>``, and the cancellation among the classes of the first axis (the rest is no class)."""
-    out = {f"{PART_PREFIX}{axis}_{name}": part_NT for axis, named in parts.items() for name, part_NT in named.items()}
+    """``part_<axis>_<class>``, and the cancellation among the classes of the first axis (the rest
+    is no class).
+    """
+    out = {
+        f"{PART_PREFIX}{axis}_{name}": part_NT
+        for axis, named in parts.items()
+        for name, part_NT in named.items()
+    }
     for named in list(parts.values())[:1]:
-        out["cancellation"] = cancellation(part_NT for name, part_NT in named.items() if name != REST)
+        out["cancellation"] = cancellation(
+            part_NT for name, part_NT in named.items() if name != REST
+        )
     return out
 
 
 def head_response(model: Any, steps: Response | None) -> HeadResponse | None:
-    """The optimizer's response at the head's weight and bias; None where the head is not trained or not plain."""
+    """The optimizer's response at the head's weight and bias; None where the head is not trained or
+    not plain.
+    """
     head = backbone(model).head
     if steps is None or head is None:
         return None
@@ -164,7 +223,10 @@ def head_state(model: nn.Module, texts: Texts) -> HeadState:
     hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
     head = backbone(model).head
     assert head is not None
-    detached = head._replace(weight_VD=head.weight_VD.detach(), bias_V=None if head.bias_V is None else head.bias_V.detach())
+    detached = head._replace(
+        weight_VD=head.weight_VD.detach(),
+        bias_V=None if head.bias_V is None else head.bias_V.detach(),
+    )
     return HeadState(hidden_NTD[texts.mask_NT], detached)
 
 
@@ -172,22 +234,39 @@ def _change(model: Any, before: Params, texts: Texts, steps: HeadResponse | None
     """Columns [N, T] from the hidden states of two forwards."""
     start = at(model, before, lambda m: head_state(m, texts))
     target_M = texts.token_ids_NT[texts.mask_NT]
-    change = head_change(start, head_state(model, texts), target_M, temperature=texts.temperature, response=steps)
+    change = head_change(
+        start, head_state(model, texts), target_M, temperature=texts.temperature, response=steps
+    )
 
     def placed(column: Tensor) -> Tensor:
         return column.new_zeros(texts.mask_NT.shape).masked_scatter(texts.mask_NT, column)
 
-    kl_NT, own_NT = (None if column is None else placed(column) for column in (change.kl_M, change.own_M))
-    return HeadChange(placed(change.logp_before_M), placed(change.logp_after_M), placed(change.entropy_M), kl_NT, own_NT)
+    kl_NT, own_NT = (
+        None if column is None else placed(column) for column in (change.kl_M, change.own_M)
+    )
+    return HeadChange(
+        placed(change.logp_before_M),
+        placed(change.logp_after_M),
+        placed(change.entropy_M),
+        kl_NT,
+        own_NT,
+    )
 
 
 def _logp_change(model: Any, before: Params, texts: Texts) -> HeadChange:
     """The same for a model whose head is not plain: no distributions, so no KL and no own part."""
     needs = {"trainer_logp_NT", "entropy_NT"}
-    first, second = at(model, before, lambda m: _measured(m, texts, needs)), _measured(model, texts, {"trainer_logp_NT"})
-    return HeadChange(first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None)
+    first, second = (
+        at(model, before, lambda m: _measured(m, texts, needs)),
+        _measured(model, texts, {"trainer_logp_NT"}),
+    )
+    return HeadChange(
+        first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None
+    )
 
 
 def _measured(model: nn.Module, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
     rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
-    return measure(model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget)
+    return measure(
+        model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget
+    )

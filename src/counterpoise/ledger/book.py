@@ -1,4 +1,5 @@
-"""The ledger of one rollout batch: opened before its first optimizer step, it accounts for each, then gives a table and a summary.
+"""The ledger of one rollout batch: opened before its first optimizer step, it accounts for each,
+then gives a table and a summary.
 
     book = Book(model, optimizer, batch, prompt_ids, credit, token_texts, settings)
     for rows in steps:
@@ -21,25 +22,28 @@ import torch
 from torch import Tensor, nn
 
 from counterpoise.ledger.account import account
-from counterpoise.ledger.categories import categories, named
-from counterpoise.ledger.classes import Facts, check_axes, token_classes
-from counterpoise.ledger.decompose import forward_mode
-from counterpoise.ledger.logprobs import Params, Texts, copied, of_model, trainable
-from counterpoise.ledger.nodes import Sharing, sharing
-from counterpoise.ledger.residual import residuals
+from counterpoise.ledger.calculus.decompose import forward_mode
+from counterpoise.ledger.calculus.logprobs import Params, Texts, copied, of_model, trainable
+from counterpoise.ledger.measures.categories import categories, named
+from counterpoise.ledger.measures.classes import Facts, check_axes, token_classes
+from counterpoise.ledger.measures.residual import residuals
+from counterpoise.ledger.measures.sharing import Sharing, sharing
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
 
 Columns = TypeVar("Columns", Rows, TokenLoss)
-_FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = WeakKeyDictionary()  # tried once a model
+_FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = (
+    WeakKeyDictionary()
+)  # tried once a model
 
 
 class Settings(NamedTuple):
     """What to tell apart and how to score.
 
     Args:
-        axes: decompositions, see ``classes.DECOMPOSITIONS``; the first one also gives the cancellation.
+        axes: decompositions, see ``classes.DECOMPOSITIONS``; the first one also gives the
+            cancellation.
         categories: token texts -> category names.
         temperature, token_budget: as in training.
         autocast: precision of the training forward.
@@ -56,7 +60,8 @@ DEFAULT = Settings()
 
 
 class Book:
-    """Holds the columns of a rollout batch while its optimizer steps happen; reads the model and the optimizer and changes neither.
+    """Holds the columns of a rollout batch while its optimizer steps happen; reads the model and
+    the optimizer and changes neither.
 
     Args:
         prompt_ids: the prompt's token ids of every rollout.
@@ -74,8 +79,20 @@ class Book:
         settings: Settings = DEFAULT,
     ) -> None:
         check_axes(settings.axes)
-        self.model, self.optimizer, self.batch, self.credit, self.settings = model, optimizer, batch, credit, settings
-        self.texts = Texts(prompt_ids, batch.token_ids_NT, batch.mask_NT, settings.temperature, settings.token_budget)
+        self.model, self.optimizer, self.batch, self.credit, self.settings = (
+            model,
+            optimizer,
+            batch,
+            credit,
+            settings,
+        )
+        self.texts = Texts(
+            prompt_ids,
+            batch.token_ids_NT,
+            batch.mask_NT,
+            settings.temperature,
+            settings.token_budget,
+        )
         distinct_I, index_NT = torch.unique(batch.token_ids_NT, return_inverse=True)
         self.vocabulary = token_texts(distinct_I.tolist())
         names, why = named(settings.categories, self.vocabulary)
@@ -90,7 +107,9 @@ class Book:
         self._hook: Any = None
 
     def before(self) -> None:
-        """Keep the parameters, and the gradient when the optimizer gets it; call just before an optimizer step."""
+        """Keep the parameters, and the gradient when the optimizer gets it; call just before an
+        optimizer step.
+        """
         self._before, self._gradient = copied(trainable(self.model)), None
         self._hook = self.optimizer.register_step_pre_hook(self._keep_gradient)
 
@@ -119,7 +138,9 @@ class Book:
             is_batched=self._forward_mode(texts),
             noise_floor=self._noise_floor,
         )
-        self._noise_floor = float(found.columns["noise_floor"].max())  # rounding is that of the batch: measured at its first step
+        self._noise_floor = float(
+            found.columns["noise_floor"].max()
+        )  # rounding is that of the batch: measured at its first step
         number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
         for name, value_RT in (found.columns | {"optimizer_step": number}).items():
             self._write(name, rows.row_R, value_RT)
@@ -137,7 +158,9 @@ class Book:
             self._hook.remove()
 
     def table(self, step: int) -> dict[str, Any]:
-        """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan left a rollout out."""
+        """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan
+        left a rollout out.
+        """
         return token_table(step, self.batch, self.credit, self.facts, self.columns, self.vocabulary)
 
     def summary(self) -> dict[str, float]:
@@ -149,18 +172,23 @@ class Book:
     def _forward_mode(self, texts: Texts) -> bool | None:
         assert self._before is not None
         if self.model not in _FORWARD_MODE:
-            _FORWARD_MODE[self.model] = forward_mode(of_model(self.model, texts, self.settings.autocast), self._before)
+            _FORWARD_MODE[self.model] = forward_mode(
+                of_model(self.model, texts, self.settings.autocast), self._before
+            )
         is_batched, why = _FORWARD_MODE[self.model]
         if is_batched is None:
             self._note(
-                f"the model has no forward-mode path ({why}): the table has no predicted change and no parts. "
-                "Load it with attn_implementation='eager' or 'sdpa'."
+                f"the model has no forward-mode path ({why}): the table has no predicted change and"
+                " no parts. Load it with attn_implementation='eager' or 'sdpa'."
             )
         return is_batched
 
     def _keep_gradient(self, *_: Any) -> None:
         live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._gradient = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in live.items()}
+        self._gradient = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in live.items()
+        }
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -169,13 +197,17 @@ class Book:
     def _write(self, name: str, row_R: Tensor, value_RT: Tensor) -> None:
         value_RT = value_RT.detach().cpu()
         value_RT = value_RT if value_RT.is_floating_point() else value_RT.to(torch.float32)
-        column = self.columns.setdefault(name, value_RT.new_full(self.batch.mask_NT.shape, torch.nan))
+        column = self.columns.setdefault(
+            name, value_RT.new_full(self.batch.mask_NT.shape, torch.nan)
+        )
         column[row_R.cpu()] = value_RT
 
 
 @contextmanager
 def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator[None]:
-    """Out of memory, the block's account is given up, with a line that says so: an observer must not end a run that fits without it."""
+    """Out of memory, the block's account is given up, with a line that says so: an observer must
+    not end a run that fits without it.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -183,15 +215,17 @@ def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator
             book.let_go()
         torch.cuda.empty_cache()
         give_up(
-            "no memory to account for a batch: it has no table. Lower the token budget (optimizer.token_budget of a recipe), "
-            "or take fewer classes in ledger.decompose."
+            "no memory to account for a batch: it has no table. Lower the token budget"
+            " (optimizer.token_budget of a recipe), or take fewer classes in ledger.decompose."
         )
 
 
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
     distinct = list(dict.fromkeys(names))
     category_I = torch.tensor([distinct.index(name) for name in names], device=index_NT.device)
-    shared = sharing(batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), credit.advantage_N.cpu())
+    shared = sharing(
+        batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), credit.advantage_N.cpu()
+    )
     return Facts(
         mask_NT=batch.mask_NT,
         advantage_N=credit.advantage_N,

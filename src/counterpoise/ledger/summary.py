@@ -1,4 +1,7 @@
-"""The numbers of a ledgered batch, from the token columns. A key is left out where no token falls under it."""
+"""The numbers of a ledgered batch, from the token columns.
+
+A key is left out where no token falls under it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from counterpoise.ledger.changes import correlation
-from counterpoise.ledger.classes import Facts
-from counterpoise.ledger.decompose import REST
-from counterpoise.ledger.head_kernel import CONFIDENT
-from counterpoise.schema import PART_PREFIX
+from counterpoise.ledger.calculus.decompose import REST
+from counterpoise.ledger.calculus.head_kernel import CONFIDENT
+from counterpoise.ledger.measures.changes import correlation
+from counterpoise.ledger.measures.classes import Facts
+from counterpoise.run.schema import PART_PREFIX
 
 
 def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Flips, boosted and suppressed shares, entropy, quality of the prediction, cancellation, shares of the parts.
+    """Flips, boosted and suppressed shares, entropy, quality of the prediction, cancellation,
+    shares of the parts.
 
     Args:
         facts: of the whole batch.
@@ -46,19 +50,27 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
         "confident": facts.sampler_logp_NT.exp() >= CONFIDENT,
         "unsure": facts.sampler_logp_NT.exp() < CONFIDENT,
     }
-    sets |= {f"category/{name}": facts.category_NT == k for k, name in enumerate(facts.category_names)}
+    sets |= {
+        f"category/{name}": facts.category_NT == k for k, name in enumerate(facts.category_names)
+    }
     return {name: is_in_NT.cpu()[trained_NT] for name, is_in_NT in sets.items()}
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:
-    """Learning tax of one optimizer step: mean KL(after || before) over tokens, by the kind of context.
+    """Learning tax of one optimizer step: mean KL(after || before) over tokens, by the kind of
+    context.
 
-    ``shared``: every rollout of the group is there and takes the same token; ``both_signs``: rollouts of both signs take this token there;
+    ``shared``: every rollout of the group is there and takes the same token; ``both_signs``:
+    rollouts of both signs take this token there;
     ``discriminating``: they part there; ``other``: none of these.
     """
     if kl_NT is None:
         return {}
-    full_NT, both_NT, fork_NT = facts.sharing.is_full_NT, facts.sharing.is_both_NT, facts.sharing.is_fork_NT
+    full_NT, both_NT, fork_NT = (
+        facts.sharing.is_full_NT,
+        facts.sharing.is_both_NT,
+        facts.sharing.is_fork_NT,
+    )
     other_NT = facts.mask_NT & ~full_NT & ~both_NT & ~fork_NT
     sets = {"shared": full_NT, "both_signs": both_NT, "discriminating": fork_NT, "other": other_NT}
     out: dict[str, float] = {}
@@ -74,7 +86,10 @@ def mean_of(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
     {'a': 2.0, 'b': 5.0}
     """
     keys = dict.fromkeys(key for one in numbers for key in one)
-    return {key: sum(one[key] for one in numbers if key in one) / sum(key in one for one in numbers) for key in keys}
+    return {
+        key: sum(one[key] for one in numbers if key in one) / sum(key in one for one in numbers)
+        for key in keys
+    }
 
 
 def _by_sign(flat: dict[str, Tensor], sets: dict[str, Tensor]) -> dict[str, float]:
@@ -96,7 +111,8 @@ def _prediction(flat: dict[str, Tensor]) -> dict[str, float]:
         out["predicted/relative_error"] = float((predicted - delta).square().mean().sqrt()) / size
     if "own" in flat and float(predicted.abs().sum()) > 0:
         out["predicted/own_frac"] = float(
-            flat["own"].double().abs().sum() / (flat["own"].abs() + flat["coupling"].abs()).double().sum()
+            flat["own"].double().abs().sum()
+            / (flat["own"].abs() + flat["coupling"].abs()).double().sum()
         )
     return {name: value for name, value in out.items() if math.isfinite(value)}
 
@@ -105,23 +121,39 @@ def _cancellation(flat: dict[str, Tensor], sets: dict[str, Tensor]) -> dict[str,
     if "cancellation" not in flat:
         return {}
     names = [name for name in sets if name not in ("shared", "other")]
-    out = _mean("cancellation/all", flat["cancellation"], torch.ones_like(flat["cancellation"], dtype=torch.bool))
+    out = _mean(
+        "cancellation/all",
+        flat["cancellation"],
+        torch.ones_like(flat["cancellation"], dtype=torch.bool),
+    )
     for name in names:
         out |= _mean(f"cancellation/{name}", flat["cancellation"], sets[name])
     return out
 
 
 def _shares(flat: dict[str, Tensor]) -> dict[str, float]:
-    """Each class's share of sum |part| over tokens and the classes of its axis, the rest aside; and the rest's share of everything."""
+    """Each class's share of sum |part| over tokens and the classes of its axis, the rest aside; and
+    the rest's share of everything.
+    """
     mass = {
-        name.removeprefix(PART_PREFIX): float(value.abs().sum()) for name, value in flat.items() if name.startswith(PART_PREFIX)
+        name.removeprefix(PART_PREFIX): float(value.abs().sum())
+        for name, value in flat.items()
+        if name.startswith(PART_PREFIX)
     }
     out: dict[str, float] = {}
     for axis in dict.fromkeys(name.partition("_")[0] for name in mass):
-        of_axis = {name.partition("_")[2]: value for name, value in mass.items() if name.partition("_")[0] == axis}
+        of_axis = {
+            name.partition("_")[2]: value
+            for name, value in mass.items()
+            if name.partition("_")[0] == axis
+        }
         rest = of_axis.pop(REST)
         total = sum(of_axis.values())
-        out |= {f"part/{axis}/{name}": value / total for name, value in of_axis.items()} if total > 0 else {}
+        out |= (
+            {f"part/{axis}/{name}": value / total for name, value in of_axis.items()}
+            if total > 0
+            else {}
+        )
         out |= {f"part/{axis}/{REST}": rest / (total + rest)} if total + rest > 0 else {}
     return out
 

@@ -1,4 +1,4 @@
-"""The token table: one row a response token, columns named in ``counterpoise.schema``."""
+"""The token table: one row a response token, columns named in ``counterpoise.run.schema``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.ledger.changes import CHANGES
-from counterpoise.ledger.classes import Facts
-from counterpoise.schema import PART_PREFIX, TOKEN_COLUMNS
+from counterpoise.ledger.measures.changes import CHANGES
+from counterpoise.ledger.measures.classes import Facts
+from counterpoise.run.schema import PART_PREFIX, TOKEN_COLUMNS
 from counterpoise.types import Credit, TokenBatch
 
 
 def token_table(
-    step: int, batch: TokenBatch, credit: Credit, facts: Facts, columns: dict[str, Tensor], vocabulary: Sequence[str]
+    step: int,
+    batch: TokenBatch,
+    credit: Credit,
+    facts: Facts,
+    columns: dict[str, Tensor],
+    vocabulary: Sequence[str],
 ) -> dict[str, Any]:
-    """Arrow columns of the whole batch, in the order of the schema, parts last. NaN becomes null; repeated strings are dictionaries.
+    """Arrow columns of the whole batch, in the order of the schema, parts last.
+
+    NaN becomes null; repeated strings are dictionaries.
 
     Args:
-        columns: [N, T] on the CPU: what ``account`` found, NaN where a rollout took part in no optimizer step; ``vocabulary_index`` into
+        columns: [N, T] on the CPU: what ``account`` found, NaN where a rollout took part in no
+            optimizer step; ``vocabulary_index`` into
             ``vocabulary``.
     """
     mask_NT = batch.mask_NT.cpu()
@@ -36,7 +44,10 @@ def token_table(
         found |= _labels(flat)
     missing = {name: _nulls(len(index)) for name in TOKEN_COLUMNS if name not in found}
     found |= missing
-    return {name: found[name] for name in [*TOKEN_COLUMNS, *(name for name in found if name not in TOKEN_COLUMNS)]}
+    return {
+        name: found[name]
+        for name in [*TOKEN_COLUMNS, *(name for name in found if name not in TOKEN_COLUMNS)]
+    }
 
 
 def _known(step: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
@@ -56,28 +67,43 @@ def _known(step: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dic
         "inference_logprobs": batch.sampler_logp_NT,
         "confidence": batch.sampler_logp_NT.exp(),
     }
-    return {name: value.cpu().expand_as(mask_NT)[mask_NT].numpy() for name, value in columns.items()}
+    return {
+        name: value.cpu().expand_as(mask_NT)[mask_NT].numpy() for name, value in columns.items()
+    }
 
 
 def _shared(facts: Facts, mask_NT: Tensor) -> dict[str, Any]:
     shared = facts.sharing
-    columns = {"node": shared.node_NT, "node_positive": shared.positive_NT, "node_negative": shared.negative_NT}
+    columns = {
+        "node": shared.node_NT,
+        "node_positive": shared.positive_NT,
+        "node_negative": shared.negative_NT,
+    }
     columns |= {"is_fully_shared": shared.is_full_NT, "is_fork": shared.is_fork_NT}
     return {name: value.cpu()[mask_NT].numpy() for name, value in columns.items()}
 
 
 def _labels(flat: dict[str, Tensor]) -> dict[str, Any]:
-    """Columns that are numbers inside and booleans, counts or words in the file; null where the rollout was not trained on."""
+    """Columns that are numbers inside and booleans, counts or words in the file; null where the
+    rollout was not trained on.
+    """
     import pyarrow as pa
 
     is_null = flat["change"].isnan()
     change = flat["change"].nan_to_num().long() + 1
     out = {
-        "change": pa.DictionaryArray.from_arrays(pa.array(change.to(torch.int8).numpy(), mask=is_null.numpy()), list(CHANGES)),
-        "optimizer_step": pa.array(flat["optimizer_step"].nan_to_num().long().numpy(), mask=is_null.numpy()),
+        "change": pa.DictionaryArray.from_arrays(
+            pa.array(change.to(torch.int8).numpy(), mask=is_null.numpy()), list(CHANGES)
+        ),
+        "optimizer_step": pa.array(
+            flat["optimizer_step"].nan_to_num().long().numpy(), mask=is_null.numpy()
+        ),
         "loss_mask": (~is_null).numpy(),
     }
-    flags = {name: pa.array((flat[name] > 0).numpy(), mask=is_null.numpy()) for name in ("is_clipped", "is_flip")}
+    flags = {
+        name: pa.array((flat[name] > 0).numpy(), mask=is_null.numpy())
+        for name in ("is_clipped", "is_flip")
+    }
     return out | flags
 
 

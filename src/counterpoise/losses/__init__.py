@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from counterpoise.build import Stage
 from counterpoise.losses.covariance import clip_cov, kl_cov
 from counterpoise.losses.drift_fixing import dfpo, dfpo_weight
 from counterpoise.losses.kl_term import kl
-from counterpoise.losses.ratio import clipped, contrastive, detached_ratio, dual_clip, reinforce, soft_gate, symmetric_clip
+from counterpoise.losses.ratio import (
+    clipped,
+    contrastive,
+    detached_ratio,
+    dual_clip,
+    reinforce,
+    soft_gate,
+    symmetric_clip,
+)
 from counterpoise.losses.sequence import cumulative, geometric, sequence_ratio
 from counterpoise.losses.target_matching import target
 from counterpoise.losses.token_loss import token_loss
+from counterpoise.stage import Stage
 
 LOSSES: dict[str, Stage] = {
     "reinforce": reinforce,

@@ -1,15 +1,25 @@
-"""Losses whose ratio belongs to a rollout or to a prefix of it. The ratio is detached; each token brings its own derivative.
+"""Losses whose ratio belongs to a rollout or to a prefix of it.
 
-With s = f(all ratios of a row), a token's ratio is s * r_t / sg(r_t): its value is s, its derivative by the token's own log-prob is s, and by
-any other token's 0. Where s is a mean in log space, s = exp(1/n sum log r), and credit and scale are the same along a row, the gradient equals
-that of the sequence-level objective: there every token gets n terms of size s/n, here one of size s.
-"""
+The ratio is detached; each token brings its own derivative.
+
+With s = f(all ratios of a row), a token's ratio is s * r_t / sg(r_t): its value is s, its
+derivative by the token's own log-prob is s, and by any other token's 0. Where s is a mean in log
+space, s = exp(1/n sum log r), and credit and scale are the same along a row, the gradient equals
+that of the sequence-level objective: there every token gets n terms of size s/n, here one of size
+s."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from counterpoise.losses.token_loss import Parts, check_number, clamp_by_side, log_ratio, own_gradient, token_loss
+from counterpoise.losses.token_loss import (
+    Parts,
+    check_number,
+    clamp_by_side,
+    log_ratio,
+    own_gradient,
+    token_loss,
+)
 from counterpoise.types import Rows
 
 
@@ -19,11 +29,15 @@ def mean_log_ratio(log_ratio_NT: Tensor, rows: Rows) -> Tensor:
 
 
 @token_loss
-def sequence_ratio(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Parts:
-    """GSPO: s_i = exp(mean_t log r_t), L = -min(s c, clip(s, 1 - clip_low, 1 + clip_high) c) on every token of the rollout.
+def sequence_ratio(
+    trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Parts:
+    """GSPO: s_i = exp(mean_t log r_t), L = -min(s c, clip(s, 1 - clip_low, 1 + clip_high) c) on
+    every token of the rollout.
 
-    Coef is s_i c, and 0 where s_i is clipped on the side of c. This is the paper's token form: the same gradient as its sequence form
-    while credit and scale are constant along a row, and still defined when a credit rule makes them differ.
+    Coef is s_i c, and 0 where s_i is clipped on the side of c. This is the paper's token form: the
+    same gradient as its sequence form while credit and scale are constant along a row, and still
+    defined when a credit rule makes them differ.
 
     Args:
         clip_low, clip_high: widths of the clip of s_i.
@@ -32,17 +46,23 @@ def sequence_ratio(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 3e-
     """
     check_number("sequence_ratio", least=0, clip_low=clip_low, clip_high=clip_high)
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
-    ratio_NT = own_gradient(mean_log_ratio(log_ratio_NT, rows).exp().expand_as(log_ratio_NT), log_ratio_NT)
+    ratio_NT = own_gradient(
+        mean_log_ratio(log_ratio_NT, rows).exp().expand_as(log_ratio_NT), log_ratio_NT
+    )
     inner_NT, is_cut_NT = clamp_by_side(ratio_NT, rows.credit_NT, 1 - clip_low, 1 + clip_high)
     return -rows.credit_NT * inner_NT, ratio_NT, is_cut_NT
 
 
 @token_loss
-def geometric(trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Parts:
-    """GMPO: s_i = exp(mean_t k_t), k_t = log r_t clipped by side in log space, L = -c s_i, differentiated through the token's own k_t.
+def geometric(
+    trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> Parts:
+    """GMPO: s_i = exp(mean_t k_t), k_t = log r_t clipped by side in log space, L = -c s_i,
+    differentiated through the token's own k_t.
 
-    k_t <= clip_high where c > 0, k_t >= -clip_low where c < 0, both where c = 0. Coef is s_i c, and 0 on clipped tokens, which still count in
-    the mean. With credit constant along a row and ``per_sequence`` this is the gradient of -(1/N) sum_i A_i s_i.
+    k_t <= clip_high where c > 0, k_t >= -clip_low where c < 0, both where c = 0. Coef is s_i c, and
+    0 on clipped tokens, which still count in the mean. With credit constant along a row and
+    ``per_sequence`` this is the gradient of -(1/N) sum_i A_i s_i.
 
     Args:
         clip_low, clip_high: bounds of log r, so a ratio between exp(-clip_low) and exp(clip_high).
@@ -66,11 +86,13 @@ def cumulative(
     dual_clip: float = 0.05,
     power: float = 0.5,
 ) -> Parts:
-    """CTPO: R_t = prod_{s <= t} r_s, clipped in log space to [-clip_low t^power, clip_high t^power] on the side that c names.
+    """CTPO: R_t = prod_{s <= t} r_s, clipped in log space to [-clip_low t^power, clip_high t^power]
+    on the side that c names.
 
-    L = -c R_t after the clip, differentiated through the token's own r_t; for c < 0 log R_t counts for at most dual_clip t^power. t counts
-    response tokens from 1. The prefix product corrects the token's gradient for how its context was sampled, without the rest of the
-    rollout; its log spreads like sqrt(t), hence the bounds.
+    L = -c R_t after the clip, differentiated through the token's own r_t; for c < 0 log R_t counts
+    for at most dual_clip t^power. t counts response tokens from 1. The prefix product corrects the
+    token's gradient for how its context was sampled, without the rest of the rollout; its log
+    spreads like sqrt(t), hence the bounds.
 
     Args:
         clip_low, clip_high, dual_clip: log-space bounds at t = 1; ``inf`` switches one off.
@@ -84,6 +106,10 @@ def cumulative(
     prefix_NT = (log_ratio_NT.cumsum(1) - log_ratio_NT).detach() + log_ratio_NT
     growth_NT = rows.mask_NT.cumsum(1).clamp(min=1).to(prefix_NT.dtype) ** power
     inner_NT, is_cut_NT = clamp_by_side(
-        prefix_NT, rows.credit_NT, -clip_low * growth_NT, clip_high * growth_NT, dual_clip * growth_NT
+        prefix_NT,
+        rows.credit_NT,
+        -clip_low * growth_NT,
+        clip_high * growth_NT,
+        dual_clip * growth_NT,
     )
     return -rows.credit_NT * inner_NT.exp(), prefix_NT.exp(), is_cut_NT

@@ -1,4 +1,6 @@
-"""TPO: fit the policy, restricted to the sampled rollouts of a prompt, to a target distribution over them."""
+"""TPO: fit the policy, restricted to the sampled rollouts of a prompt, to a target distribution
+over them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.losses.token_loss import Parts, check_number, log_ratio, token_loss
-from counterpoise.numerics import Groups, groups
+from counterpoise.maths.reduce import Groups, groups
 from counterpoise.types import Rows
 
 
@@ -38,26 +40,33 @@ def _step_pull(step_logp_NT: Tensor, rows: Rows, *, temperature: float) -> Tenso
     by_group = groups(rows.group_N)
     sampler_logp_N, trainer_logp_N = rows.sampler_logp_NT.sum(1), step_logp_NT.sum(1)
     tilt_N = standardised(rows.reward_N.to(trainer_logp_N.dtype), by_group) / temperature
-    pull_N = group_softmax(sampler_logp_N + tilt_N, by_group) - group_softmax(trainer_logp_N, by_group)
+    pull_N = group_softmax(sampler_logp_N + tilt_N, by_group) - group_softmax(
+        trainer_logp_N, by_group
+    )
     return pull_N[:, None].expand_as(rows.mask_NT)
 
 
 @token_loss(prepare=_step_pull)
 def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> Parts:
-    """L = -sg(q_i - p_i) logp, whose gradient is exactly that of the group's cross-entropy -sum_i q_i log p_i.
+    """L = -sg(q_i - p_i) logp, whose gradient is exactly that of the group's cross-entropy -sum_i
+    q_i log p_i.
 
-    p_i = softmax over the group of the rollouts' log-probs under the trainer, q_i ~ p_i^sampler exp(u_i / temperature) with u the rewards
-    standardised in the group (population std; 0 for a constant group). A rollout's log-prob is the **sum** over its tokens. Coef is
-    q_i - p_i: it vanishes once the policy matches the target.
+    p_i = softmax over the group of the rollouts' log-probs under the trainer, q_i ~ p_i^sampler
+    exp(u_i / temperature) with u the rewards standardised in the group (population std; 0 for a
+    constant group). A rollout's log-prob is the **sum** over its tokens. Coef is q_i - p_i: it
+    vanishes once the policy matches the target.
 
     Args:
         temperature: of the tilt by the rewards.
 
-    Rewards are read from the batch; advantage and credit are not used. All rollouts of a group must be in the same optimizer step
-    (plan ``query_preserved``), and the gradient is the paper's up to one factor with a reduction that gives all tokens the same scale
+    Rewards are read from the batch; advantage and credit are not used. All rollouts of a group must
+    be in the same optimizer step
+    (plan ``query_preserved``), and the gradient is the paper's up to one factor with a reduction
+    that gives all tokens the same scale
     (``constant_length``).
 
-    Reference: arXiv 2604.06159, Eq. 1 to 3, appendix A (standardisation). The value differs from the cross-entropy, the gradient does not.
+    Reference: arXiv 2604.06159, Eq. 1 to 3, appendix A (standardisation). The value differs from
+        the cross-entropy, the gradient does not.
     """
     check_number("target", above=0, temperature=temperature)
     assert rows.step_NT is not None

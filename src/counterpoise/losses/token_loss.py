@@ -1,9 +1,11 @@
-"""The shape of a loss: one value a token, and its coefficient by construction the derivative of that value.
+"""The shape of a loss: one value a token, and its coefficient by construction the derivative of
+that value.
 
-A loss is written as ``fn(trainer_logp_NT, rows, *, params) -> (loss_NT, ratio_NT, clipped_NT)``. Its law: ``loss_NT[i, t]`` depends
-differentiably on ``trainer_logp_NT[i, t]`` alone; the log-probs of other tokens (a sequence ratio, a group's weights) enter detached. So a
-token's gradient enters the update with ``coef_NT * scale_NT`` and nothing else, and any cut of a step gives the same gradient.
-"""
+A loss is written as ``fn(trainer_logp_NT, rows, *, params) -> (loss_NT, ratio_NT, clipped_NT)``.
+Its law: ``loss_NT[i, t]`` depends differentiably on ``trainer_logp_NT[i, t]`` alone; the log-probs
+of other tokens (a sequence ratio, a group's weights) enter detached. So a token's gradient enters
+the update with ``coef_NT * scale_NT`` and nothing else, and any cut of a step gives the same
+gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from counterpoise.build import Stage, bindable, nearest
+from counterpoise.errors import nearest
+from counterpoise.stage import Stage, bindable
 from counterpoise.types import Rows, TokenLoss
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -23,12 +26,15 @@ Bound = float | Tensor
 
 
 def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None = None) -> Stage:
-    """Turn ``fn`` into a loss: padding is zeroed before and after, and ``coef_NT`` is taken by differentiating ``fn`` itself.
+    """Turn ``fn`` into a loss: padding is zeroed before and after, and ``coef_NT`` is taken by
+    differentiating ``fn`` itself.
 
-    ``ratio_NT`` is the ratio that the loss works with (a token's own, a rollout's, a prefix's), ``clipped_NT`` where it was cut.
-    ``prepare(step_logp_NT, rows, *, params) -> step_NT`` is what a loss must know of the whole optimizer step before it is cut; it names
-    those parameters of ``fn`` that it uses and is never differentiated. ``fn`` reads its result as ``rows.step_NT``. Where the caller has
-    not prepared the rows, they are taken to be the whole step.
+    ``ratio_NT`` is the ratio that the loss works with (a token's own, a rollout's, a prefix's),
+    ``clipped_NT`` where it was cut.
+    ``prepare(step_logp_NT, rows, *, params) -> step_NT`` is what a loss must know of the whole
+    optimizer step before it is cut; it names those parameters of ``fn`` that it uses and is never
+    differentiated. ``fn`` reads its result as ``rows.step_NT``. Where the caller has not prepared
+    the rows, they are taken to be the whole step.
 
     >>> @token_loss
     ... def squared(trainer_logp_NT, rows):
@@ -64,27 +70,36 @@ def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None 
 
 
 def log_ratio(trainer_logp_NT: Tensor, rows: Rows) -> Tensor:
-    """log r = trainer - sampler log-prob; 0 on padding inside a loss, so that sums over a row are sums over its tokens."""
+    """log r = trainer - sampler log-prob; 0 on padding inside a loss, so that sums over a row are
+    sums over its tokens.
+    """
     return trainer_logp_NT - rows.sampler_logp_NT
 
 
 def own_gradient(value_NT: Tensor, log_ratio_NT: Tensor) -> Tensor:
-    """sg(value) * r / sg(r): equal to ``value_NT``, with the derivative ``value_NT`` by the token's own log-prob and no other."""
+    """sg(value) * r / sg(r): equal to ``value_NT``, with the derivative ``value_NT`` by the token's
+    own log-prob and no other.
+    """
     return value_NT.detach() * (log_ratio_NT - log_ratio_NT.detach()).exp()
 
 
-def clamp_by_side(value_NT: Tensor, credit_NT: Tensor, low: Bound, high: Bound, ceiling: Bound = math.inf) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic clip: at most ``high`` where credit is positive, in [``low``, ``ceiling``] where it is negative.
+def clamp_by_side(
+    value_NT: Tensor, credit_NT: Tensor, low: Bound, high: Bound, ceiling: Bound = math.inf
+) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic clip: at most ``high`` where credit is positive, in [``low``, ``ceiling``]
+    where it is negative.
 
-    -min(v c, clip(v, low, high) c) = -c * clamp_by_side(v, c, low, high). Tokens without credit are clamped to [low, high]. Also returns
-    where a token with credit was cut; its derivative is 0 there. Bounds are numbers or [N, T].
+    -min(v c, clip(v, low, high) c) = -c * clamp_by_side(v, c, low, high). Tokens without credit are
+    clamped to [low, high]. Also returns where a token with credit was cut; its derivative is 0
+    there. Bounds are numbers or [N, T].
 
     >>> value, credit = torch.tensor([[1.5, 0.5, 1.5, 0.5]]), torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     >>> [out.tolist() for out in clamp_by_side(value, credit, 0.8, 1.2)]
     [[[1.2000000476837158, 0.5, 1.5, 0.800000011920929]], [[True, False, False, True]]]
     """
     low_NT, high_NT, ceiling_NT = (
-        torch.as_tensor(bound, dtype=value_NT.dtype, device=value_NT.device) for bound in (low, high, ceiling)
+        torch.as_tensor(bound, dtype=value_NT.dtype, device=value_NT.device)
+        for bound in (low, high, ceiling)
     )
     lower_NT = torch.where(credit_NT > 0, -math.inf, low_NT)
     upper_NT = torch.where(credit_NT < 0, ceiling_NT, high_NT)
@@ -93,13 +108,25 @@ def clamp_by_side(value_NT: Tensor, credit_NT: Tensor, low: Bound, high: Bound, 
 
 
 def check_number(
-    stage: str, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf, **values: float
+    stage: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    **values: float,
 ) -> None:
     """Raise unless every value is a number that is > ``above``, >= ``least`` and <= ``most``."""
     limits = (">", above), (">=", least), ("<=", most)
-    expected = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit)) or "of any size"
+    expected = (
+        " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
+        or "of any size"
+    )
     for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+        is_number = (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not math.isnan(value)
+        )
         if not is_number or value <= above or not least <= value <= most:
             raise ValueError(f"{stage}: {name} must be a number {expected}, got {value!r}.")
 
@@ -112,9 +139,19 @@ def check_choice(stage: str, choices: Collection[str], **values: str) -> None:
 
 
 def _completed(prepare: Stage, fn: Stage) -> Stage:
-    """``prepare`` with the parameters it names, filled up with the defaults of the loss: a default is written once."""
-    defaults = {name: p.default for name, p in inspect.signature(fn).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    named = [name for name, p in inspect.signature(prepare).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    """``prepare`` with the parameters it names, filled up with the defaults of the loss: a default
+    is written once.
+    """
+    defaults = {
+        name: p.default
+        for name, p in inspect.signature(fn).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    named = [
+        name
+        for name, p in inspect.signature(prepare).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
 
     @functools.wraps(prepare)
     def before(step_logp_NT: Tensor, rows: Rows, **params) -> Tensor:
@@ -128,9 +165,19 @@ def _completed(prepare: Stage, fn: Stage) -> Stage:
 
 
 def _without_padding(trainer_logp_NT: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-    """Log-probs in float32 at least, and 0 in every column's padding: what a caller left there reaches no sum and no gradient."""
-    columns = {"credit_NT": rows.credit_NT, "sampler_logp_NT": rows.sampler_logp_NT, "ref_logp_NT": rows.ref_logp_NT}
-    clean = {name: torch.where(rows.mask_NT, value, 0) for name, value in columns.items() if value is not None}
+    """Log-probs in float32 at least, and 0 in every column's padding: what a caller left there
+    reaches no sum and no gradient.
+    """
+    columns = {
+        "credit_NT": rows.credit_NT,
+        "sampler_logp_NT": rows.sampler_logp_NT,
+        "ref_logp_NT": rows.ref_logp_NT,
+    }
+    clean = {
+        name: torch.where(rows.mask_NT, value, 0)
+        for name, value in columns.items()
+        if value is not None
+    }
     narrow = trainer_logp_NT.dtype not in (torch.float32, torch.float64)
     trainer_logp_NT = trainer_logp_NT.float() if narrow else trainer_logp_NT
     return torch.where(rows.mask_NT, trainer_logp_NT, 0), rows._replace(**clean)

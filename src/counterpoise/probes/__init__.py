@@ -1,6 +1,9 @@
-"""Probes: experiments on a saved moment of a run. Each writes raw data, a figure and a summary, and leaves the run as it was."""
+"""Probes: experiments on a saved moment of a run.
 
-from counterpoise.probes.probe import PROBES, Probe, pool, run_probe
+Each writes raw data, a figure and a summary, and leaves the run as it was.
+"""
+
+from counterpoise.probes.runner import PROBES, Probe, pool, run_probe
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import Change, tried
 

@@ -1,4 +1,6 @@
-"""E2: which tokens push which. The head's kernel over pairs of tokens, and the causal masking probe over all parameters.
+"""E2: which tokens push which.
+
+The head's kernel over pairs of tokens, and the causal masking probe over all parameters.
 
 The claim: identical tokens of low confidence couple; different or confident ones hardly do.
 """
@@ -9,8 +11,9 @@ from typing import Any
 
 import torch
 
-from counterpoise.ledger import coupling_table, head_kernel, of_model
+from counterpoise.ledger import coupling_table, of_model
 from counterpoise.ledger.account import head_state
+from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
 from counterpoise.probes.output import Drawing, Frame, Output
@@ -19,8 +22,12 @@ from counterpoise.probes.updates import tried
 from counterpoise.trainer.collect import autocast
 
 
-def probe(scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0) -> None:
-    """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in 8 buckets."""
+def probe(
+    scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0
+) -> None:
+    """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in
+    8 buckets.
+    """
     output.table("head", lambda: head_rows(scene, tokens))
     output.table("causal", lambda: masked_rows(scene, targets, seed))
 
@@ -33,26 +40,41 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
 
 
 def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
-    """The coupling table of all pairs (prompt ``-1``), and that of each prompt's own pairs, for intervals over prompts."""
+    """The coupling table of all pairs (prompt ``-1``), and that of each prompt's own pairs, for
+    intervals over prompts.
+    """
     rows = scene.rows
     texts = scene.texts(rows.row_R)
     with torch.no_grad():
         state = head_state(scene.policy.model, texts)
-    has_sign_M = (rows.advantage_N.sign()[:, None].expand_as(rows.mask_NT)[rows.mask_NT] != 0).nonzero().flatten()
+    has_sign_M = (
+        (rows.advantage_N.sign()[:, None].expand_as(rows.mask_NT)[rows.mask_NT] != 0)
+        .nonzero()
+        .flatten()
+    )
     if len(has_sign_M) < 2:
         raise ValueError(
-            f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes another. Choose another step."
+            f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes"
+            " another. Choose another step."
         )
-    pick_M = has_sign_M[torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()]
+    pick_M = has_sign_M[
+        torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()
+    ]
     target_M = texts.token_ids_NT[texts.mask_NT][pick_M]
     prompt_M, sign_M = (
-        column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M] for column in (rows.group_N, rows.advantage_N.sign())
+        column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M]
+        for column in (rows.group_N, rows.advantage_N.sign())
     )
     out = []
     for prompt in [-1, *prompt_M.unique().tolist()]:
         at = torch.ones_like(prompt_M, dtype=torch.bool) if prompt == -1 else prompt_M == prompt
-        kernel = head_kernel(state.hidden_MD[pick_M[at]], state.head.weight_VD, target_M[at], state.head.bias_V)
-        out += [{"group": prompt, **row} for row in coupling_table(kernel, target_M[at], prompt_M[at], sign_M[at])]
+        kernel = head_kernel(
+            state.hidden_MD[pick_M[at]], state.head.weight_VD, target_M[at], state.head.bias_V
+        )
+        out += [
+            {"group": prompt, **row}
+            for row in coupling_table(kernel, target_M[at], prompt_M[at], sign_M[at])
+        ]
     return out
 
 
@@ -68,47 +90,94 @@ def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
 
 
 def head_numbers(pairs: Frame) -> dict[str, Any]:
-    """Mean |kernel| of same-prompt pairs by token and confidence, intervals over prompts; the same of all pairs without intervals."""
+    """Mean |kernel| of same-prompt pairs by token and confidence, intervals over prompts; the same
+    of all pairs without intervals.
+    """
     out: dict[str, Any] = {}
     own = pairs[pairs["group"] >= 0]
     for (token, confidence), part in own.groupby(["token", "confidence"], sort=False):
         total = (part["mean_abs_kernel"] * part["pairs"]).to_numpy()
         ratio_BK = clustered([total], [part["pairs"].to_numpy(float)], part["group"].to_numpy())
-        out[f"{token}/{confidence}"] = {"pairs": int(part["pairs"].sum()), **interval(ratio_BK[:, 0])}
+        out[f"{token}/{confidence}"] = {
+            "pairs": int(part["pairs"].sum()),
+            **interval(ratio_BK[:, 0]),
+        }
     whole = pairs[pairs["group"] < 0]
     for (token, prompt), part in whole.groupby(["token", "prompt"], sort=False):
         total = float((part["mean_abs_kernel"] * part["pairs"]).sum())
-        out[f"{token}/{prompt}_prompt"] = {"pairs": int(part["pairs"].sum()), "mean": total / float(part["pairs"].sum())}
+        out[f"{token}/{prompt}_prompt"] = {
+            "pairs": int(part["pairs"].sum()),
+            "mean": total / float(part["pairs"].sum()),
+        }
     return out
 
 
 def causal_numbers(causal: Frame) -> dict[str, Any]:
-    """Mean tau and mean tau in the direction of the peers' advantage, by bucket, intervals over prompts."""
+    """Mean tau and mean tau in the direction of the peers' advantage, by bucket, intervals over
+    prompts.
+    """
     if not len(causal):
-        raise ValueError("coupling: no bucket has three peers for any target. Take more targets, a larger group, or another step.")
-    names = {"/".join(bucket): (causal[list(bucket._fields)] == list(bucket)).all(axis=1) for bucket in BUCKETS}
+        raise ValueError(
+            "coupling: no bucket has three peers for any target. Take more targets, a larger group,"
+            " or another step."
+        )
+    names = {
+        "/".join(bucket): (causal[list(bucket._fields)] == list(bucket)).all(axis=1)
+        for bucket in BUCKETS
+    }
     aligned = causal["tau"] * causal["sign"].map({"positive": 1.0, "negative": -1.0})
     tau, along = (means(value, names, causal["group"]) for value in (causal["tau"], aligned))
     size = means(causal["tau"].abs(), names, causal["group"])
-    return {name: {"num": int(names[name].sum()), "tau": tau[name], "aligned": along[name], "size": size[name]} for name in tau}
+    return {
+        name: {
+            "num": int(names[name].sum()),
+            "tau": tau[name],
+            "aligned": along[name],
+            "size": size[name],
+        }
+        for name in tau
+    }
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Left: the head's kernel by token and confidence. Right: tau in the direction of the peers' advantage."""
+    """Left: the head's kernel by token and confidence.
+
+    Right: tau in the direction of the peers' advantage.
+    """
     from plotly.subplots import make_subplots
 
-    titles = ("the head's kernel, pairs of one prompt", "all parameters: what three peers bring to a token")
-    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.13, column_widths=[0.38, 0.62])
+    titles = (
+        "the head's kernel, pairs of one prompt",
+        "all parameters: what three peers bring to a token",
+    )
+    out = make_subplots(
+        1, 2, subplot_titles=titles, horizontal_spacing=0.13, column_widths=[0.38, 0.62]
+    )
     for token, colour in (("identical", "#0072B2"), ("different", "#D55E00")):
-        found = {level: numbers["head"].get(f"{token}/{level}") for level in ("none", "one", "both")}
+        found = {
+            level: numbers["head"].get(f"{token}/{level}") for level in ("none", "one", "both")
+        }
         found = {level: one for level, one in found.items() if one}
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=list(found), y=mean, error_y=bars, name=f"{token} tokens", marker_color=colour, row=1, col=1)
+        out.add_bar(
+            x=list(found),
+            y=mean,
+            error_y=bars,
+            name=f"{token} tokens",
+            marker_color=colour,
+            row=1,
+            col=1,
+        )
     causal = numbers["causal"]
-    mean, bars = [v["aligned"]["mean"] for v in causal.values()], error_bars([v["aligned"] for v in causal.values()])
+    mean, bars = (
+        [v["aligned"]["mean"] for v in causal.values()],
+        error_bars([v["aligned"] for v in causal.values()]),
+    )
     colours = ["#0072B2" if name.startswith("same") else "#D55E00" for name in causal]
     labels = [f"{name.replace('/', '<br>')}<br>n={one['num']}" for name, one in causal.items()]
-    out.add_bar(x=labels, y=mean, error_y=bars, marker_color=colours, showlegend=False, row=1, col=2)
+    out.add_bar(
+        x=labels, y=mean, error_y=bars, marker_color=colours, showlegend=False, row=1, col=2
+    )
     out.update_layout(title="Which tokens push which", barmode="group")
     out.update_xaxes(title="confident tokens of the pair", row=1, col=1).update_xaxes(
         title="peers: token, entropy, sign of advantage", row=1, col=2

@@ -1,4 +1,5 @@
-"""Solution drift: a frozen bank of verified, distinct solutions, scored by every checkpoint of the run up to the step.
+"""Solution drift: a frozen bank of verified, distinct solutions, scored by every checkpoint of the
+run up to the step.
 
 Learning that only removes wrong answers leaves the log-odds between right answers alone.
 """
@@ -11,27 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.files import step_of
-from counterpoise.ledger import drift, filled, restore, snapshot
+from counterpoise.ledger import filled, restore
+from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.measures.drift import drift
+from counterpoise.policy import measure
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
-from counterpoise.rollouts import measure
-from counterpoise.trainer import checkpoint
-from counterpoise.trainer.store import read_rollouts
+from counterpoise.run import checkpoint
+from counterpoise.run.files import step_of
+from counterpoise.run.rollouts import read_rollouts
 
 Entry = dict[str, Any]
 
 
 def probe(scene: Scene, output: Output, *, size: int = 64) -> None:
-    """|log-odds change| between the first two solutions of each prompt of a bank, and the entropy over its solutions, by checkpoint."""
+    """|log-odds change| between the first two solutions of each prompt of a bank, and the entropy
+    over its solutions, by checkpoint.
+    """
     output.table("bank", lambda: bank_rows(scene, size))
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Means over the bank's prompts, with intervals over them."""
     table = tables["bank"]
-    numbers: dict[str, Any] = {"num_prompts": int(table["prompt"].nunique()), "steps": sorted(table["step"].unique().tolist())}
+    numbers: dict[str, Any] = {
+        "num_prompts": int(table["prompt"].nunique()),
+        "steps": sorted(table["step"].unique().tolist()),
+    }
     for quantity in ("log_odds_change", "entropy"):
         sets = {str(step): table["step"] == step for step in numbers["steps"]}
         numbers[quantity] = means(table[quantity], sets, table["prompt"])
@@ -49,11 +57,19 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
             checkpoint.load_weights(path, model)
             sizes = [len(entry["solutions"]) for entry in bank]
             prompts = [entry["prompt_ids"] for entry in bank for _ in entry["solutions"]]
-            logp = score(scene, prompts, [ids for entry in bank for ids in entry["solutions"]]).split(sizes)
+            logp = score(
+                scene, prompts, [ids for entry in bank for ids in entry["solutions"]]
+            ).split(sizes)
             for k, entry in enumerate(bank):
-                found, (bank[k],) = drift([entry], lambda prompts, solutions, k=k, logp=logp: logp[k])
+                found, (bank[k],) = drift(
+                    [entry], lambda prompts, solutions, k=k, logp=logp: logp[k]
+                )
                 out.append(
-                    {"prompt": entry["prompt_id"], "step": step_of(path), **{n: found[n] for n in ("log_odds_change", "entropy")}}
+                    {
+                        "prompt": entry["prompt_id"],
+                        "step": step_of(path),
+                        **{n: found[n] for n in ("log_odds_change", "entropy")},
+                    }
                 )
     finally:
         restore(saved, model, optimizer)
@@ -68,8 +84,8 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
             bank = extended(bank, size, path)
     if not bank:
         raise ValueError(
-            f"drift: no prompt up to step {scene.step} has two distinct verified solutions, so there is no bank. "
-            "Raise rollouts.group_size, take an easier task, or a later step."
+            f"drift: no prompt up to step {scene.step} has two distinct verified solutions, so"
+            " there is no bank. Raise rollouts.group_size, take an easier task, or a later step."
         )
     return bank
 
@@ -83,12 +99,21 @@ def extended(bank: list[Entry], size: int, path: Path) -> list[Entry]:
 
 
 def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
-    """Log-prob of each solution as a sequence, in the parameters' own precision: sums of many tokens do not bear bfloat16 products."""
+    """Log-prob of each solution as a sequence, in the parameters' own precision: sums of many
+    tokens do not bear bfloat16 products.
+    """
     width, device = max(map(len, solutions)), scene.policy.model.device
     ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
-    mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions], device=device)
-    settings = {"temperature": scene.config.rollouts.temperature, "token_budget": scene.config.token_budget}
-    return measure(scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
+    mask_NT = torch.tensor(
+        [[t < len(ids) for t in range(width)] for ids in solutions], device=device
+    )
+    settings = {
+        "temperature": scene.config.rollouts.temperature,
+        "token_budget": scene.config.token_budget,
+    }
+    return measure(
+        scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings
+    )["trainer_logp_NT"].sum(1)
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
@@ -97,7 +122,16 @@ def figure(numbers: dict[str, Any]) -> Drawing:
 
     out, found = go.Figure(), numbers["log_odds_change"]
     mean, bars = [v["mean"] for v in found.values()], error_bars(list(found.values()))
-    out.add_scatter(x=[int(s) for s in found], y=mean, error_y=bars, mode="lines+markers", line={"color": "#0072B2"})
-    title = f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']} prompts)"
+    out.add_scatter(
+        x=[int(s) for s in found],
+        y=mean,
+        error_y=bars,
+        mode="lines+markers",
+        line={"color": "#0072B2"},
+    )
+    title = (
+        f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']}"
+        " prompts)"
+    )
     out.update_layout(title=title, xaxis_title="rollout batch")
     return out.update_yaxes(title="mean |change|, nats, 95% interval", rangemode="tozero")

@@ -1,11 +1,14 @@
-"""What is left at tokens that good and bad rollouts share, under several losses: M1 and M2 switched on and off.
+"""What is left at tokens that good and bad rollouts share, under several losses: M1 and M2 switched
+on and off.
 
-M1 is sequence coupling (a weight that holds the ratios of other tokens), M2 is clipping that depends on the sign.
+M1 is sequence coupling (a weight that holds the ratios of other tokens), M2 is clipping that
+depends on the sign.
 
-At a shared trie node all rollouts bring the same gradient. With centred advantages it cancels where their weights are equal. All losses get the
-same advantages (reward minus group mean), the same reduction (one constant) and the same off-policy log-probs: those of the policy after all
-but the last of the batch's own optimizer steps. With one optimizer step a batch all ratios are 1 and there is nothing to see.
-"""
+At a shared trie node all rollouts bring the same gradient. With centred advantages it cancels where
+their weights are equal. All losses get the same advantages (reward minus group mean), the same
+reduction (one constant) and the same off-policy log-probs: those of the policy after all but the
+last of the batch's own optimizer steps. With one optimizer step a batch all ratios are 1 and there
+is nothing to see."""
 
 from __future__ import annotations
 
@@ -13,62 +16,95 @@ from typing import Any
 
 import torch
 
-from counterpoise.ledger import restore, sharing, snapshot
-from counterpoise.ledger.residual import residual
-from counterpoise.methods import Method
-from counterpoise.presets import method as make_method
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.presets import method as make_method
+from counterpoise.ledger import restore, sharing
+from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.measures.residual import residual
+from counterpoise.maths.trie import prefix_nodes
+from counterpoise.policy import measure
 from counterpoise.probes.intervals import Interval, error_bars, means
 from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
-from counterpoise.rollouts import measure
 from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.loop import set_rate
 from counterpoise.trainer.update import take_step
-from counterpoise.trie import prefix_nodes
 
 NO_CLIP = {"clip_low": 1e6, "clip_high": 1e6}
 # name -> (M1 sequence coupling, M2 sign-dependent clipping, axes)
 LOSSES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "token ratio": (False, False, {"loss": {"name": "detached_ratio", **NO_CLIP}}),
-    "token ratio, clipped": (False, True, {"loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}}),
-    "token ratio, symmetric clip": (False, False, {"loss": {"name": "symmetric_clip", "clip": 0.2}}),
+    "token ratio, clipped": (
+        False,
+        True,
+        {"loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}},
+    ),
+    "token ratio, symmetric clip": (
+        False,
+        False,
+        {"loss": {"name": "symmetric_clip", "clip": 0.2}},
+    ),
     "sequence ratio": (True, False, {"loss": {"name": "sequence_ratio", **NO_CLIP}}),
     "sequence ratio, clipped": (True, True, {"loss": "sequence_ratio"}),
     "DFPO min": (False, False, {"loss": {"name": "dfpo", "transform": "min"}}),
     "DFPO orth": (False, False, {"loss": {"name": "dfpo", "transform": "orth"}}),
     "reinforce": (False, False, {"loss": "reinforce"}),
-    "reinforce, per-sequence mean": (False, False, {"loss": "reinforce", "reduction": "per_sequence"}),
+    "reinforce, per-sequence mean": (
+        False,
+        False,
+        {"loss": "reinforce", "reduction": "per_sequence"},
+    ),
 }
 ROUNDING = 1e-6  # of a residual of centred advantages that cancel
 NO_INTERVAL: Interval = {"mean": None, "low": None, "high": None}
-BASE = {"advantage": "group_mean", "credit": [], "reduction": "constant_length", "controller": None, "plan": "query_preserved"}
+BASE = {
+    "advantage": "group_mean",
+    "credit": [],
+    "reduction": "constant_length",
+    "controller": None,
+    "plan": "query_preserved",
+}
 
 
 def probe(scene: Scene, output: Output) -> None:
     """Residual |sum A alpha| / sum |A alpha| of nodes that rollouts of both signs share, by loss.
 
-    Equal weights leave |sum A| / sum |A| of the rollouts at the node, 0 where the whole group is there. The excess is the distance from that.
-    """
+    Equal weights leave |sum A| / sum |A| of the rollouts at the node, 0 where the whole group is
+    there. The excess is the distance from that."""
     if len(scene.plan) < 2:
         raise ValueError(
-            "exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with optimizer.steps_per_batch above 1."
+            "exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with"
+            " optimizer.steps_per_batch above 1."
         )
     output.table("nodes", lambda: node_rows(scene))
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Mean excess by loss over the nodes of both signs, and the residual of nodes that whole groups share; intervals over prompts.
+    """Mean excess by loss over the nodes of both signs, and the residual of nodes that whole groups
+    share; intervals over prompts.
 
-    A node where a loss clips every rollout has nothing left to cancel: it is counted (``num_empty``) and has no excess.
-    """
+    A node where a loss clips every rollout has nothing left to cancel: it is counted
+    (``num_empty``) and has no excess."""
     numbers: dict[str, Any] = {}
     for name, (m1, m2, _) in LOSSES.items():
         part = tables["nodes"][tables["nodes"]["loss"] == name]
         is_empty = (part["residual"] == 0) & (part["of_advantage"] > ROUNDING)
-        excess = means((part["residual"] - part["of_advantage"]).abs(), {"all": ~is_empty}, part["group"])
+        excess = means(
+            (part["residual"] - part["of_advantage"]).abs(), {"all": ~is_empty}, part["group"]
+        )
         whole = means(part["residual"], {"all": part["is_full"]}, part["group"]).get("all")
-        counts = {"num_nodes": len(part), "num_full": int(part["is_full"].sum()), "num_empty": int(is_empty.sum())}
-        numbers[name] = {"M1": m1, "M2": m2, **counts, **excess.get("all", NO_INTERVAL), "residual_of_full": whole}
+        counts = {
+            "num_nodes": len(part),
+            "num_full": int(part["is_full"].sum()),
+            "num_empty": int(is_empty.sum()),
+        }
+        numbers[name] = {
+            "M1": m1,
+            "M2": m2,
+            **counts,
+            **excess.get("all", NO_INTERVAL),
+            "residual_of_full": whole,
+        }
     return numbers
 
 
@@ -81,11 +117,23 @@ def node_rows(scene: Scene) -> Columns:
     nodes, shared = prefix_nodes(*columns), sharing(*columns, advantage_N.cpu())
     node_K = nodes.node_NT[shared.is_both_NT].unique()
     if not len(node_K):
-        raise ValueError(f"exchangeability: good and bad rollouts of step {scene.step} share no token. Choose another step.")
-    first_M = torch.zeros_like(nodes.size_M).index_put((nodes.node_NT[columns[1]],), columns[1].nonzero()[:, 0])
+        raise ValueError(
+            f"exchangeability: good and bad rollouts of step {scene.step} share no token. Choose"
+            " another step."
+        )
+    first_M = torch.zeros_like(nodes.size_M).index_put(
+        (nodes.node_NT[columns[1]],), columns[1].nonzero()[:, 0]
+    )
     plain_M = residual(torch.where(columns[1], advantage_N.cpu()[:, None], 0).double(), nodes)
-    is_full_M = torch.zeros_like(nodes.size_M, dtype=torch.bool).index_fill(0, nodes.node_NT[shared.is_full_NT], True)
-    known = {"group": columns[2][first_M[node_K]], "node": node_K, "of_advantage": plain_M[node_K], "is_full": is_full_M[node_K]}
+    is_full_M = torch.zeros_like(nodes.size_M, dtype=torch.bool).index_fill(
+        0, nodes.node_NT[shared.is_full_NT], True
+    )
+    known = {
+        "group": columns[2][first_M[node_K]],
+        "node": node_K,
+        "of_advantage": plain_M[node_K],
+        "is_full": is_full_M[node_K],
+    }
     out: Columns = {name: value.repeat(len(LOSSES)).numpy() for name, value in known.items()}
     values = []
     for _, _, axes in LOSSES.values():
@@ -93,21 +141,40 @@ def node_rows(scene: Scene) -> Columns:
         rows = chosen.prepare(logp_NT, chosen.rows(batch, chosen.assign(batch), everyone))
         loss = chosen.loss(logp_NT, rows)
         values.append(residual((loss.coef_NT * rows.scale_NT).double().cpu(), nodes)[node_K])
-    return {"loss": [name for name in LOSSES for _ in node_K], **out, "residual": torch.cat(values).numpy()}
+    return {
+        "loss": [name for name in LOSSES for _ in node_K],
+        **out,
+        "residual": torch.cat(values).numpy(),
+    }
 
 
 def off_policy_logp(scene: Scene) -> torch.Tensor:
-    """Log-probs of the whole batch after all but the last of its own optimizer steps; model and optimizer are put back."""
+    """Log-probs of the whole batch after all but the last of its own optimizer steps; model and
+    optimizer are put back.
+    """
     model, optimizer, batch = scene.policy.model, scene.optimizer, scene.collected.batch
     saved = snapshot(model, optimizer)
     try:
         for k, row_R in enumerate(scene.plan.steps[:-1]):
             set_rate(optimizer, scene.config, scene.state.num_updates + k)
-            take_step(model, optimizer, scene.method, scene.method.rows(batch, scene.credit, row_R), scene.collected, scene.config)
+            take_step(
+                model,
+                optimizer,
+                scene.method,
+                scene.method.rows(batch, scene.credit, row_R),
+                scene.collected,
+                scene.config,
+            )
         with autocast(model):
             texts = scene.texts(torch.arange(batch.num_rollouts))
             rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
-            found = measure(model, *rollouts, {"trainer_logp_NT"}, temperature=texts.temperature, token_budget=texts.token_budget)
+            found = measure(
+                model,
+                *rollouts,
+                {"trainer_logp_NT"},
+                temperature=texts.temperature,
+                token_budget=texts.token_budget,
+            )
     finally:
         restore(saved, model, optimizer)
     return found["trainer_logp_NT"]
@@ -118,11 +185,23 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     import plotly.graph_objects as go
 
     out = go.Figure()
-    kinds = {"equal weights expected": (False, False), "M1: sequence coupling": (True, False), "M2: clip by sign": (False, True)}
-    for (name, kind), colour in zip((kinds | {"M1 and M2": (True, True)}).items(), ("#0072B2", "#E69F00", "#CC79A7", "#D55E00")):
+    kinds = {
+        "equal weights expected": (False, False),
+        "M1: sequence coupling": (True, False),
+        "M2: clip by sign": (False, True),
+    }
+    for (name, kind), colour in zip(
+        (kinds | {"M1 and M2": (True, True)}).items(), ("#0072B2", "#E69F00", "#CC79A7", "#D55E00")
+    ):
         found = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=[wrapped(loss) for loss in found], y=mean, error_y=bars, name=name, marker_color=colour)
+        out.add_bar(
+            x=[wrapped(loss) for loss in found],
+            y=mean,
+            error_y=bars,
+            name=name,
+            marker_color=colour,
+        )
     out.update_layout(title="What a loss leaves at shared tokens beyond what equal weights would")
     out.update_xaxes(categoryorder="array", categoryarray=[wrapped(loss) for loss in numbers])
     return out.update_yaxes(title="mean |excess residual|, 95% interval")

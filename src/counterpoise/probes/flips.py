@@ -1,16 +1,18 @@
-"""E1: which share of tokens moves against its own advantage, step after step. Reads the ledger's tables alone.
+"""E1: which share of tokens moves against its own advantage, step after step.
 
-The claim: boosted and suppressed shares are much alike for tokens of good and of bad rollouts, so many tokens flip.
-"""
+Reads the ledger's tables alone.
+
+The claim: boosted and suppressed shares are much alike for tokens of good and of bad rollouts, so
+many tokens flip."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from counterpoise.files import step_of
 from counterpoise.probes.intervals import error_bars, mean_difference, means
 from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, columns_of
+from counterpoise.run.files import step_of
 
 COLUMNS = ("step", "group", "sign", "change", "is_flip")
 SIDES = {"positive": 1, "negative": -1}
@@ -23,7 +25,10 @@ def probe(run_dir: Path, step: int, output: Output) -> None:
     files = {step_of(path): path for path in sorted((run_dir / "tokens").glob("step_*.parquet"))}
     if step not in files:
         have = ", ".join(map(str, files)) or "none"
-        raise ValueError(f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with ledger.every.")
+        raise ValueError(
+            f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with"
+            " ledger.every."
+        )
     output.table("tokens", lambda: token_columns([path for k, path in files.items() if k <= step]))
 
 
@@ -32,55 +37,107 @@ def token_columns(files: list[Path]) -> Columns:
     out: Columns = {name: [] for name in COLUMNS}
     for path in files:
         found = columns_of(path, (*COLUMNS, "delta"))
-        kept = [k for k, (delta, sign) in enumerate(zip(found["delta"], found["sign"])) if delta is not None and sign != 0]
+        kept = [
+            k
+            for k, (delta, sign) in enumerate(zip(found["delta"], found["sign"]))
+            if delta is not None and sign != 0
+        ]
         for name in COLUMNS:
             out[name] += [found[name][k] for k in kept]
     return out
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Shares by sign over all batches and for each, and how much the boosted share differs between the signs; intervals over prompts."""
+    """Shares by sign over all batches and for each, and how much the boosted share differs between
+    the signs; intervals over prompts.
+    """
     tokens = tables["tokens"]
     if not len(tokens):
-        raise ValueError("flips: no ledgered batch has a rollout with an advantage. Train longer, or choose an easier task.")
+        raise ValueError(
+            "flips: no ledgered batch has a rollout with an advantage. Train longer, or choose an"
+            " easier task."
+        )
     tokens = tokens.assign(cluster=tokens["step"] * STRIDE + tokens["group"])
     steps = sorted(tokens["step"].unique().tolist())
-    numbers: dict[str, Any] = {"steps": steps, "num_tokens": len(tokens), "num_prompts": int(tokens["cluster"].nunique())}
+    numbers: dict[str, Any] = {
+        "steps": steps,
+        "num_tokens": len(tokens),
+        "num_prompts": int(tokens["cluster"].nunique()),
+    }
     numbers |= shares(tokens)
     sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
     if all(mask.any() for mask in sides.values()):
         boosted = (tokens["change"] == "boosted").astype(float)
-        numbers["boosted_gap"] = mean_difference(boosted, sides["positive"], sides["negative"], tokens["cluster"])
-    return numbers | {"by_step": {str(step): shares(tokens[tokens["step"] == step]) for step in steps}}
+        numbers["boosted_gap"] = mean_difference(
+            boosted, sides["positive"], sides["negative"], tokens["cluster"]
+        )
+    return numbers | {
+        "by_step": {str(step): shares(tokens[tokens["step"] == step]) for step in steps}
+    }
 
 
 def shares(tokens: Frame) -> dict[str, Any]:
-    """flip, flip_of_moved (of the tokens that changed at all), boosted, suppressed, unchanged: by sign, with intervals."""
+    """flip, flip_of_moved (of the tokens that changed at all), boosted, suppressed, unchanged: by
+    sign, with intervals.
+    """
     sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
     flip, moved = tokens["is_flip"].astype(float), (tokens["change"] != "unchanged").to_numpy()
     out = {"flip": means(flip, sides, tokens["cluster"])}
-    out["flip_of_moved"] = means(flip, {side: mask & moved for side, mask in sides.items()}, tokens["cluster"])
-    return out | {name: means((tokens["change"] == name).astype(float), sides, tokens["cluster"]) for name in CHANGES}
+    out["flip_of_moved"] = means(
+        flip, {side: mask & moved for side, mask in sides.items()}, tokens["cluster"]
+    )
+    return out | {
+        name: means((tokens["change"] == name).astype(float), sides, tokens["cluster"])
+        for name in CHANGES
+    }
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Left: flip rate by sign over training, of all tokens and of those that changed. Right: shares by sign, all batches together."""
+    """Left: flip rate by sign over training, of all tokens and of those that changed.
+
+    Right: shares by sign, all batches together.
+    """
     from plotly.subplots import make_subplots
 
     titles = ("flip rate over training", "what became of the tokens, all batches")
-    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.6, 0.4])
+    out = make_subplots(
+        1, 2, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.6, 0.4]
+    )
     by_step = numbers["by_step"]
-    for quantity, dash, what in (("flip_of_moved", "solid", "of tokens that changed"), ("flip", "dot", "of all tokens")):
+    for quantity, dash, what in (
+        ("flip_of_moved", "solid", "of tokens that changed"),
+        ("flip", "dot", "of all tokens"),
+    ):
         for side, colour in COLOURS.items():
-            found = {int(step): one[quantity][side] for step, one in by_step.items() if side in one[quantity]}
+            found = {
+                int(step): one[quantity][side]
+                for step, one in by_step.items()
+                if side in one[quantity]
+            }
             y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-            style = {"mode": "lines+markers", "name": f"{side}, {what}", "line": {"color": colour, "dash": dash}}
+            style = {
+                "mode": "lines+markers",
+                "name": f"{side}, {what}",
+                "line": {"color": colour, "dash": dash},
+            }
             out.add_scatter(x=list(found), y=y, error_y=bars, **style, row=1, col=1)
     for side, colour in COLOURS.items():
         found = {name: numbers[name][side] for name in CHANGES if side in numbers[name]}
         y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=list(found), y=y, error_y=bars, name=f"{side} rollouts", marker_color=colour, row=1, col=2)
+        out.add_bar(
+            x=list(found),
+            y=y,
+            error_y=bars,
+            name=f"{side} rollouts",
+            marker_color=colour,
+            row=1,
+            col=2,
+        )
     out.add_hline(y=0.5, line={"color": "#999", "dash": "dash"}, row=1, col=1)  # pyright: ignore[reportArgumentType]
-    out.update_layout(title="Tokens that an update moves against their own advantage", barmode="group")
+    out.update_layout(
+        title="Tokens that an update moves against their own advantage", barmode="group"
+    )
     out.update_xaxes(title="rollout batch", row=1, col=1)
-    return out.update_yaxes(title="share of tokens, 95% interval", tickformat=".0%", rangemode="tozero")
+    return out.update_yaxes(
+        title="share of tokens, 95% interval", tickformat=".0%", rangemode="tozero"
+    )

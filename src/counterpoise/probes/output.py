@@ -1,4 +1,7 @@
-"""What a probe leaves behind: ``RUN/probes/<name>/step_N/`` with raw data, a figure and a summary. Parts that are there are not made again."""
+"""What a probe leaves behind: ``RUN/probes/<name>/step_N/`` with raw data, a figure and a summary.
+
+Parts that are there are not made again.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from counterpoise.files import write_json, write_table, write_text
-from counterpoise.schema import SCHEMA_VERSION
+from counterpoise.run.files import write_json, write_table, write_text
+from counterpoise.run.schema import SCHEMA_VERSION
 
 Columns = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -22,16 +25,26 @@ STRIDE = 1_000_000  # above any number of prompts in a batch
 class Output:
     """The folder of one probe at one step."""
 
-    def __init__(self, run_dir: Path, name: str, step: int, settings: dict[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, step: int, settings: dict[str, Any], *, fresh: bool = False
+    ) -> None:
         self.folder = run_dir / "probes" / name / f"step_{step:06d}"
-        self.facts = {"schema_version": SCHEMA_VERSION, "probe": name, "step": step, "settings": settings}
+        self.facts = {
+            "schema_version": SCHEMA_VERSION,
+            "probe": name,
+            "step": step,
+            "settings": settings,
+        }
         if fresh:
             shutil.rmtree(self.folder, ignore_errors=True)
         started = self.folder / "started.json"
-        if started.is_file() and json.loads(started.read_text()) != json.loads(json.dumps(self.facts)):
+        if started.is_file() and json.loads(started.read_text()) != json.loads(
+            json.dumps(self.facts)
+        ):
             raise ValueError(
-                f"{self.folder}: begun with other settings ({json.dumps(json.loads(started.read_text())['settings'])}). "
-                "Take the same ones to go on, or --fresh, which drops what is there."
+                f"{self.folder}: begun with other settings"
+                f" ({json.dumps(json.loads(started.read_text())['settings'])}). Take the same ones"
+                " to go on, or --fresh, which drops what is there."
             )
         if not started.is_file():
             write_json(started, self.facts)
@@ -42,7 +55,12 @@ class Output:
         if not path.is_file():
             found = make()
             write_table(
-                path, found if isinstance(found, dict) else {key: [row[key] for row in found] for key in (found or [{}])[0]}
+                path,
+                (
+                    found
+                    if isinstance(found, dict)
+                    else {key: [row[key] for row in found] for key in (found or [{}])[0]}
+                ),
             )
         return path
 
@@ -51,27 +69,48 @@ class Output:
         return {path.stem: read(path) for path in sorted(self.folder.glob("*.parquet"))}
 
 
-def write_summary(folder: Path, facts: dict[str, Any], numbers: dict[str, Any], draw: Callable[[], Drawing]) -> dict[str, Any]:
-    """``summary.json`` and ``figure.html`` (where plotly is installed); returns the summary with the folder it is in."""
+def write_summary(
+    folder: Path, facts: dict[str, Any], numbers: dict[str, Any], draw: Callable[[], Drawing]
+) -> dict[str, Any]:
+    """``summary.json`` and ``figure.html`` (where plotly is installed); returns the summary with
+    the folder it is in.
+    """
     summary = {**facts, "schema_version": SCHEMA_VERSION, "numbers": numbers}
     write_json(folder / "summary.json", summary)
     if importlib.util.find_spec("plotly") is None:
-        return {**summary, "folder": str(folder), "no_figure": "plotly is not installed: pip install 'counterpoise[report]'"}
-    write_text(folder / "figure.html", dressed(draw()).to_html(include_plotlyjs=True, full_html=True))
+        return {
+            **summary,
+            "folder": str(folder),
+            "no_figure": "plotly is not installed: pip install 'counterpoise[report]'",
+        }
+    write_text(
+        folder / "figure.html", dressed(draw()).to_html(include_plotlyjs=True, full_html=True)
+    )
     return {**summary, "folder": str(folder)}
 
 
 def dressed(figure: Drawing) -> Drawing:
     """The common looks: a legend in one line under the title, exponents as powers of ten."""
     legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
-    figure.update_layout(template="plotly_white", font={"size": 13}, legend=legend, margin={"t": 125, "r": 20}, title={"y": 0.97})
+    figure.update_layout(
+        template="plotly_white",
+        font={"size": 13},
+        legend=legend,
+        margin={"t": 125, "r": 20},
+        title={"y": 0.97},
+    )
     return figure.update_yaxes(exponentformat="power")
 
 
 def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
-    """Tables of several steps as one each; groups and pairs of different steps get different numbers."""
+    """Tables of several steps as one each; groups and pairs of different steps get different
+    numbers.
+    """
     names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]
-    return {name: joined([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)]) for name in names}
+    return {
+        name: joined([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)])
+        for name in names
+    }
 
 
 def read(path: Path) -> Frame:
@@ -102,5 +141,7 @@ def columns_of(path: Path, names: tuple[str, ...]) -> Columns:
     known = pq.read_schema(path).names
     for name in names:
         if name not in known:
-            raise ValueError(f"{path}: no column {name!r}. Train with the ledger on (ledger.every) to write it.")
+            raise ValueError(
+                f"{path}: no column {name!r}. Train with the ledger on (ledger.every) to write it."
+            )
     return pq.read_table(path, columns=list(names)).to_pydict()

@@ -1,4 +1,5 @@
-"""One saved batch under several methods: their credits side by side, and the update that each would have made.
+"""One saved batch under several methods: their credits side by side, and the update that each would
+have made.
 
 Axes as in ``types``; K methods.
 """
@@ -18,14 +19,14 @@ import torch
 import yaml
 from scipy.stats import spearmanr
 
-from counterpoise.files import write_table
-from counterpoise.methods import Method
-from counterpoise.presets import method as make_method
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.presets import method as make_method
+from counterpoise.policy import load_model
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Drawing, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import tried
-from counterpoise.rollouts import load_model
+from counterpoise.run.files import write_table
 from counterpoise.trainer.collect import measured
 from counterpoise.types import Credit, TokenBatch
 
@@ -40,15 +41,21 @@ class Assigned(NamedTuple):
     credit: Credit
 
 
-def replay(run_dir: Path, step: int, specs: Sequence[str], *, apply: bool = False) -> dict[str, Any]:
-    """Credits of a saved batch under several methods, rank correlations, and with ``apply`` the update of each.
+def replay(
+    run_dir: Path, step: int, specs: Sequence[str], *, apply: bool = False
+) -> dict[str, Any]:
+    """Credits of a saved batch under several methods, rank correlations, and with ``apply`` the
+    update of each.
 
     Args:
         run_dir, step: a run folder and a step with a checkpoint and rollouts.
-        specs: names of methods, or YAML mappings with ``name`` and axes: ``{name: dapo, plan: query_preserved}``.
-        apply: try each method's update on the rows of the run's first optimizer step, all from one snapshot.
+        specs: names of methods, or YAML mappings with ``name`` and axes: ``{name: dapo, plan:
+            query_preserved}``.
+        apply: try each method's update on the rows of the run's first optimizer step, all from one
+            snapshot.
 
-    Returns a summary, also in ``RUN/probes/replay/step_N/<methods>/summary.json``; beside it a figure, ``credits.parquet`` and, with ``apply``,
+    Returns a summary, also in ``RUN/probes/replay/step_N/<methods>/summary.json``; beside it a
+    figure, ``credits.parquet`` and, with ``apply``,
     ``updates.parquet``.
     """
     named = dict(map(named_method, specs))
@@ -58,13 +65,19 @@ def replay(run_dir: Path, step: int, specs: Sequence[str], *, apply: bool = Fals
     assigned = {label: assign(scene, made) for label, made in named.items()}
     folder = run_dir / "probes" / "replay" / f"step_{step:06d}" / folder_name(list(named))
     columns = credit_columns(scene, assigned)
-    numbers: dict[str, Any] = {"credit": {label: credit_numbers(one) for label, one in assigned.items()}}
-    numbers["rank_correlation"] = correlations({label: columns[f"credit/{label}"] for label in named})
+    numbers: dict[str, Any] = {
+        "credit": {label: credit_numbers(one) for label, one in assigned.items()}
+    }
+    numbers["rank_correlation"] = correlations(
+        {label: columns[f"credit/{label}"] for label in named}
+    )
     if apply:
         table = updates(scene, assigned)
         write_table(folder / "updates.parquet", {name: table[name].to_numpy() for name in table})
         numbers["update"] = {label: update_numbers(table, label) for label in named}
-        numbers["rank_correlation_of_updates"] = correlations({label: table[f"delta/{label}"].to_numpy() for label in named})
+        numbers["rank_correlation_of_updates"] = correlations(
+            {label: table[f"delta/{label}"].to_numpy() for label in named}
+        )
     write_table(folder / "credits.parquet", columns)
     facts = {"probe": "replay", "step": step, "methods": list(named)}
     return write_summary(folder, facts, numbers, lambda: figure(numbers))
@@ -77,7 +90,11 @@ def folder_name(specs: list[str]) -> str:
     'dapo+name_dapo_credit_top_entropy'
     """
     name = "+".join(re.sub(r"[^A-Za-z0-9.]+", "_", spec).strip("_") for spec in specs)
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return (
+        name
+        if len(name) <= LONGEST
+        else f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    )
 
 
 def named_method(spec: str) -> tuple[str, Method]:
@@ -87,19 +104,29 @@ def named_method(spec: str) -> tuple[str, Method]:
         axes = {"name": axes}
     if not isinstance(axes, dict) or not isinstance(axes.get("name"), str):
         raise ValueError(
-            f"--method {spec!r}: expected a name, or a mapping with name, for example '{{name: dapo, credit: [top_entropy]}}'."
+            f"--method {spec!r}: expected a name, or a mapping with name, for example '{{name:"
+            " dapo, credit: [top_entropy]}'."
         )
     return spec, make_method(**axes)
 
 
 def assign(scene: Scene, method: Method) -> Assigned:
-    """Columns that the method needs, then its credit. The run's own method gets the run's state, others their first."""
+    """Columns that the method needs, then its credit.
+
+    The run's own method gets the run's state, others their first.
+    """
     reference = scene.reference
     if reference is None and "ref_logp_NT" in method.needs:
-        reference = load_model(scene.config.model, dtype=torch.float32, device=scene.policy.model.device).model
+        reference = load_model(
+            scene.config.model, dtype=torch.float32, device=scene.policy.model.device
+        ).model
     collected = measured(scene.policy, method, scene.config, scene.collected, reference)
     state = scene.state.method if method.describe() == scene.method.describe() else None
-    return Assigned(method, collected.batch, method.assign(collected.batch, state, seed=scene.config.seed, step=scene.step))
+    return Assigned(
+        method,
+        collected.batch,
+        method.assign(collected.batch, state, seed=scene.config.seed, step=scene.step),
+    )
 
 
 def credit_columns(scene: Scene, assigned: dict[str, Assigned]) -> dict[str, np.ndarray]:
@@ -113,7 +140,9 @@ def credit_columns(scene: Scene, assigned: dict[str, Assigned]) -> dict[str, np.
         "token_ids": batch.token_ids_NT,
     }
     columns = where | {f"credit/{label}": one.credit.credit_NT for label, one in assigned.items()}
-    return {name: value.expand_as(mask_NT)[mask_NT].cpu().numpy() for name, value in columns.items()}
+    return {
+        name: value.expand_as(mask_NT)[mask_NT].cpu().numpy() for name, value in columns.items()
+    }
 
 
 def credit_numbers(one: Assigned) -> dict[str, float]:
@@ -135,12 +164,16 @@ def correlations(columns: dict[str, np.ndarray]) -> dict[str, float | None]:
     out = {}
     for (a, first), (b, second) in combinations(columns.items(), 2):
         varies = np.ptp(first) > 0 and np.ptp(second) > 0
-        out[f"{a} ~ {b}"] = round(float(np.asarray(spearmanr(first, second)[0])), 6) if varies else None
+        out[f"{a} ~ {b}"] = (
+            round(float(np.asarray(spearmanr(first, second)[0])), 6) if varies else None
+        )
     return out
 
 
 def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
-    """Each method's update of the same rows from the same snapshot, one row a token; signs are those of the run's own advantages."""
+    """Each method's update of the same rows from the same snapshot, one row a token; signs are
+    those of the run's own advantages.
+    """
     row_R = scene.plan.steps[0]
     columns: dict[str, torch.Tensor] = {
         "group": scene.collected.batch.group_N[row_R][:, None],
@@ -152,32 +185,54 @@ def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
         change = tried(scene, one.method.rows(one.batch, one.credit, row_R), method=one.method)
         columns |= {f"delta/{label}": change.delta_RT, f"change/{label}": change.sign_RT}
     mask_RT = scene.collected.batch.mask_NT[row_R]
-    return pd.DataFrame({name: value.expand_as(mask_RT)[mask_RT].cpu().numpy() for name, value in columns.items()})
+    return pd.DataFrame(
+        {name: value.expand_as(mask_RT)[mask_RT].cpu().numpy() for name, value in columns.items()}
+    )
 
 
 def update_numbers(table: pd.DataFrame, label: str) -> dict[str, Any]:
     """Mean change of the log-prob by sign, and flips."""
     sides = {"positive": table["sign"] > 0, "negative": table["sign"] < 0}
     flip = (table["sign"] * table[f"change/{label}"] < 0).astype(float)
-    return {"delta": means(table[f"delta/{label}"], sides, table["group"]), "flip": means(flip, sides, table["group"])}
+    return {
+        "delta": means(table[f"delta/{label}"], sides, table["group"]),
+        "flip": means(flip, sides, table["group"]),
+    }
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Left: mean credit by sign of each method. Right: flips of its update by sign, where it was tried."""
+    """Left: mean credit by sign of each method.
+
+    Right: flips of its update by sign, where it was tried.
+    """
     from plotly.subplots import make_subplots
 
     tried_ones = numbers.get("update", {})
-    titles = ("mean credit of a token", *(("tokens that its update moves against their advantage",) if tried_ones else ()))
+    titles = (
+        "mean credit of a token",
+        *(("tokens that its update moves against their advantage",) if tried_ones else ()),
+    )
     out = make_subplots(1, len(titles), subplot_titles=titles, horizontal_spacing=0.12)
     labels = list(numbers["credit"])
     for side, colour in (("positive", "#0072B2"), ("negative", "#D55E00")):
         mass = [numbers["credit"][label][f"mean_{side}"] for label in labels]
         out.add_bar(x=labels, y=mass, name=f"{side} credit", marker_color=colour, row=1, col=1)
         if tried_ones:
-            flips = [tried_ones[label]["flip"].get(side, {"mean": None, "low": None, "high": None}) for label in labels]
+            flips = [
+                tried_ones[label]["flip"].get(side, {"mean": None, "low": None, "high": None})
+                for label in labels
+            ]
             name, bars = f"{side} rollouts", error_bars(flips)
             y = [one["mean"] for one in flips]
-            out.add_bar(x=labels, y=y, error_y=bars, name=name, marker={"color": colour, "opacity": 0.6}, row=1, col=2)
+            out.add_bar(
+                x=labels,
+                y=y,
+                error_y=bars,
+                name=name,
+                marker={"color": colour, "opacity": 0.6},
+                row=1,
+                col=2,
+            )
     out.update_layout(title="One batch under several methods", barmode="group")
     out.update_yaxes(title="advantage x weight", row=1, col=1)
     return out.update_yaxes(title="share", rangemode="tozero", row=1, col=2) if tried_ones else out

@@ -1,4 +1,5 @@
-"""A saved moment of a run: the checkpoint before rollout batch N, the batch itself, and everything that trained on it.
+"""A saved moment of a run: the checkpoint before rollout batch N, the batch itself, and everything
+that trained on it.
 
 Axes as in ``types``.
 """
@@ -11,24 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.files import step_file, step_of
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.presets import method as make_method
 from counterpoise.ledger import Texts, load_categories
-from counterpoise.methods import Method
-from counterpoise.presets import method as make_method
-from counterpoise.rollouts import Policy
+from counterpoise.policy import Policy
+from counterpoise.run import checkpoint
+from counterpoise.run.checkpoint import LoopState
+from counterpoise.run.files import step_file, step_of
+from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer import checkpoint
-from counterpoise.trainer.checkpoint import LoopState
 from counterpoise.trainer.collect import Collected, measured, prompts_from
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy, set_rate
-from counterpoise.trainer.store import read_rollouts
 from counterpoise.trainer.update import adamw
 from counterpoise.types import Credit, Plan, Rows
 
 
 class Scene(NamedTuple):
-    """Model and optimizer as they were before batch ``step``; the batch with its credit and plan under the run's method."""
+    """Model and optimizer as they were before batch ``step``; the batch with its credit and plan
+    under the run's method.
+    """
 
     run_dir: Path
     step: int
@@ -58,14 +61,21 @@ class Scene(NamedTuple):
         """The category of every token of some rollouts, padding left out."""
         batch, label = self.collected.batch, load_categories(self.config.ledger.categories)
         distinct = batch.token_ids_NT[batch.mask_NT].unique().tolist()
-        texts = self.policy.tokenizer.batch_decode([[token] for token in distinct], skip_special_tokens=False)
+        texts = self.policy.tokenizer.batch_decode(
+            [[token] for token in distinct], skip_special_tokens=False
+        )
         name_of = dict(zip(distinct, label(texts)))
         rows = row_R.tolist()
-        return [[name_of[token] for token in batch.token_ids_NT[r, batch.mask_NT[r]].tolist()] for r in rows]
+        return [
+            [name_of[token] for token in batch.token_ids_NT[r, batch.mask_NT[r]].tolist()]
+            for r in rows
+        ]
 
 
 def open_scene(run_dir: Path, step: int) -> Scene:
-    """Load the checkpoint of ``step``, the rollouts that were trained on there, and give them credit and plan again."""
+    """Load the checkpoint of ``step``, the rollouts that were trained on there, and give them
+    credit and plan again.
+    """
     path, config = checkpoint_of(run_dir, step), read_config(run_dir)
     method = make_method(**config.method)
     policy, reference = load_policy(config, method)
@@ -76,19 +86,39 @@ def open_scene(run_dir: Path, step: int) -> Scene:
     collected = with_prompts(saved_batch(run_dir, step, config, policy), task, config, state)
     collected = measured(policy, method, config, collected, reference)
     credit = method.assign(collected.batch, state.method, seed=config.seed, step=step)
-    plan = method.plan(collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step)
-    return Scene(run_dir, step, config, method, policy, reference, optimizer, state, task, collected, credit, plan)
+    plan = method.plan(
+        collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step
+    )
+    return Scene(
+        run_dir,
+        step,
+        config,
+        method,
+        policy,
+        reference,
+        optimizer,
+        state,
+        task,
+        collected,
+        credit,
+        plan,
+    )
 
 
 def read_config(run_dir: Path) -> Config:
     """The recipe of a run folder."""
     if not (run_dir / "config.yaml").is_file():
-        raise ValueError(f"{run_dir}: no run here (config.yaml is missing). Give the folder that `counterpoise train` wrote.")
+        raise ValueError(
+            f"{run_dir}: no run here (config.yaml is missing). Give the folder that `counterpoise"
+            " train` wrote."
+        )
     return load_config(run_dir / "config.yaml")
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path:
-    """The checkpoint before batch ``step``; a missing one is an error that names those that are there."""
+    """The checkpoint before batch ``step``; a missing one is an error that names those that are
+    there.
+    """
     read_config(run_dir)
     found = {step_of(path): path for path in checkpoint.checkpoints(run_dir)}
     usable = [k for k in found if step_file(run_dir, "rollouts", k, ".parquet").is_file()]
@@ -97,13 +127,16 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
     have = f"steps with both: {', '.join(map(str, usable))}" if usable else "no step has both"
     missing = "saved rollouts" if step in found else "checkpoint"
     raise ValueError(
-        f"{run_dir}: no {missing} of step {step} ({have}). Train with keep_every and save_rollouts_every to keep checkpoints and rollouts."
+        f"{run_dir}: no {missing} of step {step} ({have}). Train with keep_every and"
+        " save_rollouts_every to keep checkpoints and rollouts."
     )
 
 
 def saved_batch(run_dir: Path, step: int, config: Config, policy: Policy) -> Collected:
     """The rollout batch of a step on the policy's device."""
-    collected = read_rollouts(step_file(run_dir, "rollouts", step, ".parquet"), max_length=config.rollouts.max_new_tokens)
+    collected = read_rollouts(
+        step_file(run_dir, "rollouts", step, ".parquet"), max_length=config.rollouts.max_new_tokens
+    )
     device = policy.model.device
     names = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT", "entropy_NT")
     columns = {name: getattr(collected.batch, name).to(device) for name in names}
@@ -111,10 +144,14 @@ def saved_batch(run_dir: Path, step: int, config: Config, policy: Policy) -> Col
 
 
 def with_prompts(collected: Collected, task: Any, config: Config, state: LoopState) -> Collected:
-    """Prompts as the task gives them (files keep no ``meta``); the saved ones where the stream has others by now."""
+    """Prompts as the task gives them (files keep no ``meta``); the saved ones where the stream has
+    others by now.
+    """
     stream = prompts_from(task, "train", config.seed, state.num_prompts, len(collected.prompts))
     by_id = {prompt.id: prompt for prompt in stream}
-    return collected._replace(prompts=[by_id.get(prompt.id, prompt) for prompt in collected.prompts])
+    return collected._replace(
+        prompts=[by_id.get(prompt.id, prompt) for prompt in collected.prompts]
+    )
 
 
 def placed(values_M: Tensor, mask_NT: Tensor, fill: Any = 0) -> Tensor:

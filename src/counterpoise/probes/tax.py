@@ -1,7 +1,9 @@
-"""The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they part.
+"""The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they
+part.
 
-The first optimizer step of the batch is tried in full, with one sign alone, and at fractions of its length: to second order the tax is
-1/2 eta^2 g^T F g, so half a step costs a quarter. Over training the ledger keeps it (``ledger/tax/...`` of the metrics).
+The first optimizer step of the batch is tried in full, with one sign alone, and at fractions of its
+length: to second order the tax is 1/2 eta^2 g^T F g, so half a step costs a quarter. Over training
+    the ledger keeps it (``ledger/tax/...`` of the metrics).
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Sharing, copied, restore, sharing, snapshot, trainable
+from counterpoise.ledger import Sharing, copied, restore, sharing, trainable
 from counterpoise.ledger.account import scored
+from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Columns, Drawing, Frame, Output
@@ -36,8 +39,14 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()
     kl: dict[str, Any] = {}
     for variant, part in table.groupby("variant", sort=False):
-        kl[str(variant)] = means(part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"])
-    law = {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()} if by_length[1.0] > 0 else {}
+        kl[str(variant)] = means(
+            part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"]
+        )
+    law = (
+        {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()}
+        if by_length[1.0] > 0
+        else {}
+    )
     return {**kl, "kl_of_fraction_over_kl_of_step": law}
 
 
@@ -51,7 +60,10 @@ def context_columns(scene: Scene) -> Columns:
     for variant, signs in SIDES.items():
         kl_RT = tried(scene, rows, enters(rows, signs)).scores.kl_NT
         if kl_RT is None:
-            raise ValueError("tax: the model's head is not plain, so there are no distributions to compare. Choose another model.")
+            raise ValueError(
+                "tax: the model's head is not plain, so there are no distributions to compare."
+                " Choose another model."
+            )
         for name, column in (
             ("variant", [variant] * len(group)),
             ("group", group),
@@ -63,19 +75,31 @@ def context_columns(scene: Scene) -> Columns:
 
 
 def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
-    """The kind of every token's context: ``shared`` if all rollouts take this token, else ``discriminating`` at a fork, else ``both_signs``."""
+    """The kind of every token's context: ``shared`` if all rollouts take this token, else
+    ``discriminating`` at a fork, else ``both_signs``.
+    """
     ids_RT = scene.collected.batch.token_ids_NT[rows.row_R]
     found: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
     code_RT = torch.full_like(ids_RT, 3)
-    for code, is_in_RT in ((1, found.is_both_NT), (2, found.is_fork_NT), (0, found.is_full_NT & found.is_both_NT)):
+    for code, is_in_RT in (
+        (1, found.is_both_NT),
+        (2, found.is_fork_NT),
+        (0, found.is_full_NT & found.is_both_NT),
+    ):
         code_RT[is_in_RT] = code
     return [[CONTEXTS[c] for c in row] for row in code_RT.tolist()]
 
 
 def length_rows(scene: Scene) -> list[dict[str, Any]]:
-    """Mean KL over all tokens of the step at fractions of the parameter change (this batch's gradient alone)."""
+    """Mean KL over all tokens of the step at fractions of the parameter change (this batch's
+    gradient alone).
+    """
     model, optimizer, rows = scene.policy.model, scene.optimizer, scene.rows
-    texts, saved, before = scene.texts(rows.row_R), snapshot(model, optimizer), copied(trainable(model))
+    texts, saved, before = (
+        scene.texts(rows.row_R),
+        snapshot(model, optimizer),
+        copied(trainable(model)),
+    )
     out = []
     try:
         forget(optimizer)
@@ -92,7 +116,9 @@ def length_rows(scene: Scene) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def move(model: torch.nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], fraction: float) -> None:
+def move(
+    model: torch.nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], fraction: float
+) -> None:
     """Set the parameters to before + fraction (after - before)."""
     for name, p in model.named_parameters():
         if name in before:
@@ -104,10 +130,24 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     import plotly.graph_objects as go
 
     out = go.Figure()
-    labels = dict(zip(CONTEXTS, ("all rollouts agree", "both signs agree", "both signs part (fork)", "other")))
-    for variant, colour in (("full", "#000000"), ("positives", "#0072B2"), ("negatives", "#D55E00")):
+    labels = dict(
+        zip(CONTEXTS, ("all rollouts agree", "both signs agree", "both signs part (fork)", "other"))
+    )
+    for variant, colour in (
+        ("full", "#000000"),
+        ("positives", "#0072B2"),
+        ("negatives", "#D55E00"),
+    ):
         found = numbers[variant]
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=[labels[name] for name in found], y=mean, error_y=bars, name=variant, marker_color=colour)
-    out.update_layout(title="KL that one optimizer step spends, by kind of context", barmode="group")
+        out.add_bar(
+            x=[labels[name] for name in found],
+            y=mean,
+            error_y=bars,
+            name=variant,
+            marker_color=colour,
+        )
+    out.update_layout(
+        title="KL that one optimizer step spends, by kind of context", barmode="group"
+    )
     return out.update_yaxes(title="KL, nats a token, log scale", type="log", dtick=1)

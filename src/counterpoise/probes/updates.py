@@ -1,6 +1,8 @@
-"""Counterfactual updates: from one bit-exact snapshot, the same optimizer step with some of its tokens or parts left out.
+"""Counterfactual updates: from one bit-exact snapshot, the same optimizer step with some of its
+tokens or parts left out.
 
-A token is left out by setting its ``scale`` to 0: its gradient does not enter, whatever the loss is, and nobody else's coefficient changes.
+A token is left out by setting its ``scale`` to 0: its gradient does not enter, whatever the loss
+is, and nobody else's coefficient changes.
 
 Axes: R rows of the step, T response tokens.
 """
@@ -12,19 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Texts, copied, restore, snapshot, trainable
+from counterpoise.ledger import Texts, copied, restore, trainable
 from counterpoise.ledger.account import Scores, head_state, scored
-from counterpoise.ledger.changes import change_sign
-from counterpoise.ledger.head_change import head_change
-from counterpoise.numerics_head import Head
+from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.calculus.head_change import head_change
+from counterpoise.ledger.measures.changes import change_sign
+from counterpoise.maths.head import Head
+from counterpoise.policy.backbone import backbone
 from counterpoise.probes.scene import Scene, placed
-from counterpoise.rollouts.backbone import backbone
 from counterpoise.trainer.update import Update, take_step
 from counterpoise.types import Rows
 
 
 class Change(NamedTuple):
-    """What an update did to the tokens of its rows, [R, T]. ``head_delta_RT``: with hidden states held and the head's new weight alone."""
+    """What an update did to the tokens of its rows, [R, T].
+
+    ``head_delta_RT``: with hidden states held and the head's new weight alone.
+    """
 
     update: Update
     scores: Scores
@@ -40,30 +46,42 @@ class Change(NamedTuple):
         return change_sign(self.delta_RT, self.scores.noise_floor)
 
 
-def tried(scene: Scene, rows: Rows, enters_RT: Tensor | None = None, *, memory: bool = True, method: Any = None) -> Change:
+def tried(
+    scene: Scene,
+    rows: Rows,
+    enters_RT: Tensor | None = None,
+    *,
+    memory: bool = True,
+    method: Any = None,
+) -> Change:
     """Take one optimizer step on the rows, score them, and put everything back bit for bit.
 
     Args:
         enters_RT: tokens whose gradient enters; None for all.
-        memory: False sets the optimizer's first moments to 0 beforehand, so that the step holds this batch's gradient alone.
+        memory: False sets the optimizer's first moments to 0 beforehand, so that the step holds
+            this batch's gradient alone.
         method: whose loss to use; the run's by default.
     """
     model, optimizer = scene.policy.model, scene.optimizer
     if enters_RT is not None:
         if not bool((enters_RT & rows.mask_NT).any()):
             raise ValueError(
-                f"probe: no token of step {scene.step} has the advantage that this update is made of (all rollouts of its prompts "
-                "earned the same?). Choose another step."
+                f"probe: no token of step {scene.step} has the advantage that this update is made"
+                " of (all rollouts of its prompts earned the same?). Choose another step."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
     saved, before = snapshot(model, optimizer), copied(trainable(model))
     try:
         if not memory:
             forget(optimizer)
-        update = take_step(model, optimizer, method or scene.method, rows, scene.collected, scene.config)
+        update = take_step(
+            model, optimizer, method or scene.method, rows, scene.collected, scene.config
+        )
         scores = scored(model, before, texts := scene.texts(rows.row_R), None)
         head = backbone(model).head
-        new_head = None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())
+        new_head = (
+            None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())
+        )
     finally:
         restore(saved, model, optimizer)
     return Change(update, scores, None if new_head is None else head_delta(model, texts, new_head))
@@ -72,7 +90,12 @@ def tried(scene: Scene, rows: Rows, enters_RT: Tensor | None = None, *, memory: 
 def head_delta(model: Any, texts: Texts, new_head: Head) -> Tensor:
     """Change of the log-probs if the head alone took its new weight and the hidden states stayed."""
     state = head_state(model, texts)
-    change = head_change(state, state._replace(head=new_head), texts.token_ids_NT[texts.mask_NT], temperature=texts.temperature)
+    change = head_change(
+        state,
+        state._replace(head=new_head),
+        texts.token_ids_NT[texts.mask_NT],
+        temperature=texts.temperature,
+    )
     return placed(change.logp_after_M - change.logp_before_M, texts.mask_NT)
 
 

@@ -1,9 +1,10 @@
 """E4: are the tokens that an update boosts worth more than those it suppresses?
 
-The value of a prefix is the mean reward of fresh completions by the policy before the update. Boosted and suppressed tokens of rollouts of the
-same origin (sign of the advantage) are paired by position and entropy, within a prompt if asked. ``value``: of the prefix with the token;
-``gain``: that minus the value of the prefix without it. The claim: boosted tokens have the higher value, in good and in bad rollouts.
-"""
+The value of a prefix is the mean reward of fresh completions by the policy before the update.
+Boosted and suppressed tokens of rollouts of the same origin (sign of the advantage) are paired by
+position and entropy, within a prompt if asked. ``value``: of the prefix with the token;
+``gain``: that minus the value of the prefix without it. The claim: boosted tokens have the higher
+value, in good and in bad rollouts."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
-from counterpoise.numerics import derived_seed
+from counterpoise.maths.reduce import derived_seed
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Drawing, Frame, Output, joined
 from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, tried
-from counterpoise.rollouts import branch
+from counterpoise.sampling import branch
 from counterpoise.tasks import grade
 from counterpoise.trainer.collect import autocast
 from counterpoise.types import Rows
@@ -39,70 +40,131 @@ class Candidates(NamedTuple):
     group: np.ndarray
 
 
-def probe(scene: Scene, output: Output, *, pairs: int = 40, samples: int = 8, seed: int = 0, same_prompt: bool = False) -> None:
-    """``pairs`` matched pairs of each origin, ``samples`` completions of each prefix; ``same_prompt`` pairs tokens of one prompt alone."""
+def probe(
+    scene: Scene,
+    output: Output,
+    *,
+    pairs: int = 40,
+    samples: int = 8,
+    seed: int = 0,
+    same_prompt: bool = False,
+) -> None:
+    """``pairs`` matched pairs of each origin, ``samples`` completions of each prefix;
+    ``same_prompt`` pairs tokens of one prompt alone.
+    """
     import pyarrow.parquet as pq
 
-    found = pq.read_table(output.table("pairs", lambda: matched_pairs(scene, pairs, seed, same_prompt))).to_pylist()
+    found = pq.read_table(
+        output.table("pairs", lambda: matched_pairs(scene, pairs, seed, same_prompt))
+    ).to_pylist()
     for origin in ORIGINS:
         of_origin = [row for row in found if row["origin"] == origin]
-        output.table(f"values_{origin}", lambda of_origin=of_origin: valued(scene, of_origin, samples, seed))
+        output.table(
+            f"values_{origin}", lambda of_origin=of_origin: valued(scene, of_origin, samples, seed)
+        )
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Means and paired differences, of one step or of several."""
     table = joined([tables[f"values_{origin}"] for origin in ORIGINS])
-    return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {"both": numbers_of(table)}
+    return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {
+        "both": numbers_of(table)
+    }
 
 
-def matched_pairs(scene: Scene, num: int, seed: int, same_prompt: bool = False) -> list[dict[str, Any]]:
-    """Pairs of a boosted and a suppressed token of the same origin, nearest in (position, entropy); two rows a pair."""
+def matched_pairs(
+    scene: Scene, num: int, seed: int, same_prompt: bool = False
+) -> list[dict[str, Any]]:
+    """Pairs of a boosted and a suppressed token of the same origin, nearest in (position, entropy);
+    two rows a pair.
+    """
     rows = scene.rows
     change = tried(scene, rows)
     out: list[dict[str, Any]] = []
     for origin, sign in ORIGINS.items():
-        sides = {name: candidates(scene, rows, change, sign, value) for name, value in CHANGES.items()}
+        sides = {
+            name: candidates(scene, rows, change, sign, value) for name, value in CHANGES.items()
+        }
         for name, side in sides.items():
             if not len(side.row):
-                raise ValueError(f"value: no {name} token in {origin} rollouts of step {scene.step}. Choose another step.")
+                raise ValueError(
+                    f"value: no {name} token in {origin} rollouts of step {scene.step}. Choose"
+                    " another step."
+                )
         drawing = derived_seed(seed, scene.step, origin)
         found = match(sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt)
         if not found:
-            raise ValueError(f"value: no prompt of step {scene.step} has both kinds in {origin} rollouts. Leave same_prompt out.")
+            raise ValueError(
+                f"value: no prompt of step {scene.step} has both kinds in {origin} rollouts. Leave"
+                " same_prompt out."
+            )
         for number, both in enumerate(found):
             for name, k in zip(CHANGES, both):
                 side = sides[name]
                 r, t = int(side.row[k]), int(side.position[k])
-                known = {"origin": origin, "pair": number, "change": name, "row": int(rows.row_R[r]), "group": int(rows.group_N[r])}
-                out.append({**known, "position": t, "entropy": float(side.entropy[k]), "delta": float(change.delta_RT[r, t])})
+                known = {
+                    "origin": origin,
+                    "pair": number,
+                    "change": name,
+                    "row": int(rows.row_R[r]),
+                    "group": int(rows.group_N[r]),
+                }
+                out.append(
+                    {
+                        **known,
+                        "position": t,
+                        "entropy": float(side.entropy[k]),
+                        "delta": float(change.delta_RT[r, t]),
+                    }
+                )
     return out
 
 
 def candidates(scene: Scene, rows: Rows, change: Change, sign: int, value: int) -> Candidates:
-    """Tokens of rollouts with that sign that moved that way; stop tokens have no continuation and are left out."""
+    """Tokens of rollouts with that sign that moved that way; stop tokens have no continuation and
+    are left out.
+    """
     stop = torch.tensor(list(scene.policy.stop_ids), device=rows.mask_NT.device)
     is_stop_RT = torch.isin(scene.collected.batch.token_ids_NT[rows.row_R], stop)
-    at_RT = (change.sign_RT == value) & rows.mask_NT & ~is_stop_RT & (rows.advantage_N.sign() == sign)[:, None]
+    at_RT = (
+        (change.sign_RT == value)
+        & rows.mask_NT
+        & ~is_stop_RT
+        & (rows.advantage_N.sign() == sign)[:, None]
+    )
     row, position = (index.cpu().numpy() for index in at_RT.nonzero(as_tuple=True))
     entropy = change.scores.entropy_NT[at_RT].double().cpu().numpy()
     return Candidates(row, position, entropy, rows.group_N.cpu().numpy()[row])
 
 
-def match(boosted: Candidates, suppressed: Candidates, num: int, seed: int, *, same_prompt: bool = False) -> list[tuple[int, int]]:
-    """At most ``num`` pairs of indices: randomly drawn tokens of the rarer kind, each with a partner of its own, total distance least.
+def match(
+    boosted: Candidates, suppressed: Candidates, num: int, seed: int, *, same_prompt: bool = False
+) -> list[tuple[int, int]]:
+    """At most ``num`` pairs of indices: randomly drawn tokens of the rarer kind, each with a
+    partner of its own, total distance least.
 
-    Distance: positions and entropies as ranks in [0, 1] among all candidates of the origin, Euclidean. With ``same_prompt`` a token whose
+    Distance: positions and entropies as ranks in [0, 1] among all candidates of the origin,
+        Euclidean. With ``same_prompt`` a token whose
     prompt has no partner for it is left out.
     """
     sizes = len(boosted.row), len(suppressed.row)
-    columns = [np.concatenate([getattr(boosted, name), getattr(suppressed, name)]) for name in ("position", "entropy")]
+    columns = [
+        np.concatenate([getattr(boosted, name), getattr(suppressed, name)])
+        for name in ("position", "entropy")
+    ]
     ranks = np.stack([rankdata(column) / len(column) for column in columns], 1)
     sides, groups = (ranks[: sizes[0]], ranks[sizes[0] :]), (boosted.group, suppressed.group)
     rare = int(sizes[1] < sizes[0])
     drawn = np.random.default_rng(seed).permutation(sizes[rare])
-    drawn = drawn[np.isin(groups[rare][drawn], groups[1 - rare])][:num] if same_prompt else drawn[:num]
+    drawn = (
+        drawn[np.isin(groups[rare][drawn], groups[1 - rare])][:num] if same_prompt else drawn[:num]
+    )
     distance = np.linalg.norm(sides[rare][drawn][:, None] - sides[1 - rare][None], axis=-1)
-    is_apart = groups[rare][drawn][:, None] != groups[1 - rare][None] if same_prompt else np.zeros(distance.shape, bool)
+    is_apart = (
+        groups[rare][drawn][:, None] != groups[1 - rare][None]
+        if same_prompt
+        else np.zeros(distance.shape, bool)
+    )
     first, second = linear_sum_assignment(distance + APART * is_apart)
     found = [(int(drawn[i]), int(j)) for i, j in zip(first, second) if not is_apart[i, j]]
     return [(j, i) for i, j in found] if rare else found
@@ -114,10 +176,14 @@ def valued(scene: Scene, rows: Records, samples: int, seed: int) -> Records:
     ids = [batch.token_ids_NT[row["row"]].tolist() for row in rows]
     prefixes = [ids[i][: row["position"] + extra] for extra in (1, 0) for i, row in enumerate(rows)]
     reward = prefix_values(scene, [row["row"] for row in rows] * 2, prefixes, samples, seed)
-    return [{**row, "value": reward[i], "before": reward[len(rows) + i]} for i, row in enumerate(rows)]
+    return [
+        {**row, "value": reward[i], "before": reward[len(rows) + i]} for i, row in enumerate(rows)
+    ]
 
 
-def prefix_values(scene: Scene, row: list[int], prefixes: list[list[int]], samples: int, seed: int) -> list[float]:
+def prefix_values(
+    scene: Scene, row: list[int], prefixes: list[list[int]], samples: int, seed: int
+) -> list[float]:
     """Mean reward of fresh completions of each prefix, by the policy as it is."""
     config, policy, collected = scene.config, scene.policy, scene.collected
     settings = config.rollouts
@@ -139,8 +205,13 @@ def prefix_values(scene: Scene, row: list[int], prefixes: list[list[int]], sampl
     index = fresh.prompt_index_N.tolist()
     # a prefix near the limit gets what the rollout would have had left
     left = [settings.max_new_tokens - len(prefix) for prefix in prefixes]
-    new = [ids[keep].tolist()[: left[i]] for i, ids, keep in zip(index, fresh.token_ids_NT.cpu(), fresh.mask_NT.cpu())]
-    texts = policy.tokenizer.batch_decode([prefixes[i] + ids for i, ids in zip(index, new)], skip_special_tokens=True)
+    new = [
+        ids[keep].tolist()[: left[i]]
+        for i, ids, keep in zip(index, fresh.token_ids_NT.cpu(), fresh.mask_NT.cpu())
+    ]
+    texts = policy.tokenizer.batch_decode(
+        [prefixes[i] + ids for i, ids in zip(index, new)], skip_special_tokens=True
+    )
     group = collected.batch.group_N.tolist()
     asked = [(collected.prompts[group[row[i]]], text) for i, text in zip(index, texts)]
     reward = np.array(grade(scene.task, asked, config.grader_time_limit_s).reward)
@@ -157,10 +228,13 @@ def numbers_of(table: Frame) -> dict[str, Any]:
         wide = table.pivot_table(index=["origin", "pair"], columns="change", values=quantity)
         cluster = table[sets["boosted"]].set_index(["origin", "pair"])["group"].reindex(wide.index)
         gap = wide["boosted"] - wide["suppressed"]
-        out[f"{quantity}_difference"] = means(gap, {"all": np.ones(len(gap), bool)}, cluster).get("all")
+        out[f"{quantity}_difference"] = means(gap, {"all": np.ones(len(gap), bool)}, cluster).get(
+            "all"
+        )
     for column in ("position", "entropy"):
         out[f"{column}_difference"] = round(
-            float(table[sets["boosted"]][column].mean() - table[sets["suppressed"]][column].mean()), 4
+            float(table[sets["boosted"]][column].mean() - table[sets["suppressed"]][column].mean()),
+            4,
         )
     return out
 
@@ -169,12 +243,17 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     """Left: value of boosted and suppressed tokens by origin. Right: the paired differences."""
     from plotly.subplots import make_subplots
 
-    titles = ("value of the prefix that ends with the token", "boosted minus suppressed, pair by pair")
+    titles = (
+        "value of the prefix that ends with the token",
+        "boosted minus suppressed, pair by pair",
+    )
     out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
     for name, colour in (("boosted", "#0072B2"), ("suppressed", "#D55E00")):
         found = [numbers[origin]["value"][name] for origin in ORIGINS]
         mean, x = [one["mean"] for one in found], [f"{origin} rollouts" for origin in ORIGINS]
-        out.add_bar(x=x, y=mean, error_y=error_bars(found), name=name, marker_color=colour, row=1, col=1)
+        out.add_bar(
+            x=x, y=mean, error_y=error_bars(found), name=name, marker_color=colour, row=1, col=1
+        )
     for name, what, colour in (
         ("value", "value", "#555555"),
         ("before", "value before the token", "#AAAAAA"),
@@ -183,9 +262,20 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         found = {origin: numbers[origin][f"{name}_difference"] for origin in (*ORIGINS, "both")}
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
         out.add_scatter(
-            x=list(found), y=mean, error_y=bars, mode="markers", name=what, marker={"color": colour, "size": 10}, row=1, col=2
+            x=list(found),
+            y=mean,
+            error_y=bars,
+            mode="markers",
+            name=what,
+            marker={"color": colour, "size": 10},
+            row=1,
+            col=2,
         )
     out.add_hline(y=0, line={"color": "#999"}, row=1, col=2)  # pyright: ignore[reportArgumentType]
-    out.update_layout(title="Monte Carlo value of tokens, matched on position and entropy", barmode="group", scattermode="group")
+    out.update_layout(
+        title="Monte Carlo value of tokens, matched on position and entropy",
+        barmode="group",
+        scattermode="group",
+    )
     out.update_yaxes(title="mean reward of fresh completions", rangemode="tozero", row=1, col=1)
     return out.update_yaxes(title="difference of mean reward", row=1, col=2)

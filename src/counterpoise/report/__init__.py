@@ -1,1 +1,4 @@
-"""What people look at: the report, the comparison, the token viewer. Reads run folders only; never torch."""
+"""What people look at: the report, the comparison, the token viewer.
+
+Reads run folders only; never torch.
+"""

@@ -1,4 +1,6 @@
-"""Methods against each other, over seeds: final, best, how soon, and whether a difference is more than noise."""
+"""Methods against each other, over seeds: final, best, how soon, and whether a difference is more
+than noise.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.report.folder import RunFolder
+from counterpoise.maths.intervals import (
+    NONE,
+    Interval,
+    Paired,
+    first_at_least,
+    over_seeds,
+    paired_bootstrap,
+    welch,
+)
 from counterpoise.report.groups import Group, eval_series
-from counterpoise.report.stats import NONE, Interval, Paired, first_at_least, over_seeds, paired_bootstrap, welch
-from counterpoise.report.text import visible
+from counterpoise.run.read import RunFolder
+from counterpoise.text import visible
 
 ACCURACY = "eval/accuracy"
 LAST = 10  # a training metric's final value is the mean of so many last steps
@@ -53,13 +63,18 @@ class Comparison(NamedTuple):
 
 
 def comparison(
-    groups: Sequence[Group], *, metric: str = ACCURACY, baseline: str | None = None, threshold: float | None = None
+    groups: Sequence[Group],
+    *,
+    metric: str = ACCURACY,
+    baseline: str | None = None,
+    threshold: float | None = None,
 ) -> Comparison:
     """Compare groups of runs by one number.
 
     Args:
         groups: runs by configuration (``grouped``).
-        metric: ``eval/accuracy``, or any key of metrics.jsonl (its mean over the last steps is then the final value).
+        metric: ``eval/accuracy``, or any key of metrics.jsonl (its mean over the last steps is then
+            the final value).
         baseline: label of the group that the others are held against; the first one by default.
         threshold: for steps and tokens to a threshold; the baseline's final mean by default.
     """
@@ -67,7 +82,10 @@ def comparison(
     if metric == ACCURACY and all(eval_series(run).empty for group in groups for run in group.runs):
         metric = "reward/mean"
         notes.append("No run has held-out evaluations: compared by training reward.")
-    kept = [Group(group.label, [run for run in group.runs if not _series(run, metric).empty]) for group in groups]
+    kept = [
+        Group(group.label, [run for run in group.runs if not _series(run, metric).empty])
+        for group in groups
+    ]
     notes += [
         f"{g.label}: {len(g.runs) - len(k.runs)} run(s) without {metric}."
         for g, k in zip(groups, kept)
@@ -75,11 +93,21 @@ def comparison(
     ]
     kept = [group for group in kept if group.runs]
     if not kept:
-        raise ValueError(f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean.")
+        raise ValueError(
+            f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean."
+        )
     base = _baseline(kept, baseline)
-    threshold = over_seeds([_final(run, metric) for run in base.runs]).mean if threshold is None else threshold
+    threshold = (
+        over_seeds([_final(run, metric) for run in base.runs]).mean
+        if threshold is None
+        else threshold
+    )
     return Comparison(
-        metric, base.label, threshold, [_line(g, base, metric, threshold) for g in kept], notes + _caveats(kept, metric)
+        metric,
+        base.label,
+        threshold,
+        [_line(g, base, metric, threshold) for g in kept],
+        notes + _caveats(kept, metric),
     )
 
 
@@ -100,7 +128,13 @@ def as_json(found: Comparison) -> dict[str, Any]:
         }
         for line in found.lines
     ]
-    return {"metric": found.metric, "baseline": found.baseline, "threshold": found.threshold, "groups": lines, "notes": found.notes}
+    return {
+        "metric": found.metric,
+        "baseline": found.baseline,
+        "threshold": found.threshold,
+        "groups": lines,
+        "notes": found.notes,
+    }
 
 
 def _line(group: Group, base: Group, metric: str, threshold: float) -> Line:
@@ -108,7 +142,9 @@ def _line(group: Group, base: Group, metric: str, threshold: float) -> Line:
     against = over = None
     if group is not base:
         against = paired_bootstrap(_per_prompt(base, metric), _per_prompt(group, metric))
-        over = welch([_final(run, metric) for run in base.runs], [_final(run, metric) for run in group.runs])
+        over = welch(
+            [_final(run, metric) for run in base.runs], [_final(run, metric) for run in group.runs]
+        )
     return Line(
         label=group.label,
         seeds=len(group.runs),
@@ -123,7 +159,9 @@ def _line(group: Group, base: Group, metric: str, threshold: float) -> Line:
 
 
 def _verdict(against: Paired, over: Interval, metric: str) -> str:
-    """Better or worse only if the paired interval, and with seeds on both sides Welch's too, leaves 0 out."""
+    """Better or worse only if the paired interval, and with seeds on both sides Welch's too, leaves
+    0 out.
+    """
     single = min(against.num_seeds) < 2
     if single and (metric != ACCURACY or against.num_prompts < 2):
         return "one run: no interval"
@@ -141,18 +179,30 @@ def _baseline(groups: Sequence[Group], label: str | None) -> Group:
     known = [group.label for group in groups]
     close = difflib.get_close_matches(label, known, 1)
     raise ValueError(
-        f"compare: no group {label!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known: {visible(', '.join(known))}."
+        f"compare: no group {label!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known:"
+        f" {visible(', '.join(known))}."
     )
 
 
 def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
     notes = []
-    ends = {group.label: {int(_series(run, metric).index[-1]) for run in group.runs} for group in groups}
+    ends = {
+        group.label: {int(_series(run, metric).index[-1]) for run in group.runs} for group in groups
+    }
     if len(set().union(*ends.values())) > 1:
-        text = ", ".join(f"{label}: {'/'.join(map(str, sorted(steps)))}" for label, steps in ends.items())
-        notes.append(f"Runs end at different steps ({text}): final values are not at equal budgets.")
-    if metric == ACCURACY and len({len(row) for group in groups for row in _per_prompt(group, metric)}) > 1:
-        notes.append("Runs were evaluated on different numbers of prompts: differences are not paired.")
+        text = ", ".join(
+            f"{label}: {'/'.join(map(str, sorted(steps)))}" for label, steps in ends.items()
+        )
+        notes.append(
+            f"Runs end at different steps ({text}): final values are not at equal budgets."
+        )
+    if (
+        metric == ACCURACY
+        and len({len(row) for group in groups for row in _per_prompt(group, metric)}) > 1
+    ):
+        notes.append(
+            "Runs were evaluated on different numbers of prompts: differences are not paired."
+        )
     return notes
 
 
@@ -168,7 +218,9 @@ def _reach(group: Group, metric: str, threshold: float) -> Reach:
 
 
 def _tokens_until(run: RunFolder, step: int, metric: str) -> float:
-    """Response tokens sampled before the value at ``step``: an evaluation at step k comes after k batches, a metric within its batch."""
+    """Response tokens sampled before the value at ``step``: an evaluation at step k comes after k
+    batches, a metric within its batch.
+    """
     if "rollouts/num_tokens" not in run.metrics:
         return math.nan
     done = run.metrics["step"] < step if metric == ACCURACY else run.metrics["step"] <= step
@@ -179,34 +231,53 @@ def _range(values: list[float]) -> Interval:
     """Mean, least and most; of a single run its value alone."""
     if not values:
         return NONE
-    return Interval(float(np.mean(values)), *((min(values), max(values)) if len(values) > 1 else (math.nan, math.nan)))
+    return Interval(
+        float(np.mean(values)),
+        *((min(values), max(values)) if len(values) > 1 else (math.nan, math.nan)),
+    )
 
 
 def _series(run: RunFolder, metric: str) -> pd.Series:
     if metric.startswith("eval/"):
         return eval_series(run, metric)
-    return run.metrics.set_index("step")[metric].dropna() if metric in run.metrics else pd.Series(dtype=float)
+    return (
+        run.metrics.set_index("step")[metric].dropna()
+        if metric in run.metrics
+        else pd.Series(dtype=float)
+    )
 
 
 def _final(run: RunFolder, metric: str) -> float:
     series = _series(run, metric)
-    return float(series.iloc[-1]) if metric.startswith("eval/") else float(series.iloc[-LAST:].mean())
+    return (
+        float(series.iloc[-1]) if metric.startswith("eval/") else float(series.iloc[-LAST:].mean())
+    )
 
 
 def _per_prompt(group: Group, metric: str) -> list[np.ndarray]:
-    """Rewards of the last evaluation, one value a prompt and one array a run; without them the final value alone."""
+    """Rewards of the last evaluation, one value a prompt and one array a run; without them the
+    final value alone.
+    """
     return [_prompts(run, metric) for run in group.runs]
 
 
 def _prompts(run: RunFolder, metric: str) -> np.ndarray:
-    last = max((row for row in run.evals if _is_rewards(row.get("reward_PK"))), key=lambda row: row["step"], default=None)
+    last = max(
+        (row for row in run.evals if _is_rewards(row.get("reward_PK"))),
+        key=lambda row: row["step"],
+        default=None,
+    )
     if metric != ACCURACY or last is None:
         return np.array([_final(run, metric)])
     return np.array([float(np.mean(samples)) for samples in last["reward_PK"]])
 
 
 def _is_rewards(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, list) and row and _are_numbers(row) for row in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and row and _are_numbers(row) for row in value)
+    )
 
 
 def _are_numbers(row: list[Any]) -> bool:

@@ -1,4 +1,5 @@
-"""Numbers of one step's tokens: distributions by sign, mass by category, flips, cancellation, prediction. From the tokens table alone.
+"""Numbers of one step's tokens: distributions by sign, mass by category, flips, cancellation,
+prediction. From the tokens table alone.
 
 Every mean over tokens comes with a bootstrap interval over prompts.
 """
@@ -10,8 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.report.folder import RunFolder
-from counterpoise.report.stats import NONE, Interval, by_cluster, correlation_by_cluster, over_clusters
+from counterpoise.maths.intervals import (
+    NONE,
+    Interval,
+    by_cluster,
+    correlation_by_cluster,
+    over_clusters,
+)
+from counterpoise.run.read import RunFolder
 
 Frame = Any  # a pandas.DataFrame; type checkers take its boolean selections for something else
 COLUMNS = (
@@ -55,22 +62,32 @@ class Row(NamedTuple):
 
 
 def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, Frame] | None:
-    """Response tokens of a step (the last one with a readable table), those that take part in the loss."""
+    """Response tokens of a step (the last one with a readable table), those that take part in the
+    loss.
+    """
     for at in [step] if step is not None else reversed(run.steps("tokens")):
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
             frame = _typed(table.to_pandas())
-            mask = frame["loss_mask"].fillna(True).astype(bool) if "loss_mask" in frame else np.ones(len(frame), bool)
+            mask = (
+                frame["loss_mask"].fillna(True).astype(bool)
+                if "loss_mask" in frame
+                else np.ones(len(frame), bool)
+            )
             return at, frame[mask].reset_index(drop=True)
     return None
 
 
 def _typed(frame: Frame) -> Frame:
-    """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may hold anything."""
+    """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may
+    hold anything.
+    """
     return frame.assign(
         **{
-            name: frame[name].astype(str) if name in TEXTS else pd.to_numeric(frame[name], errors="coerce")
+            name: frame[name].astype(str)
+            if name in TEXTS
+            else pd.to_numeric(frame[name], errors="coerce")
             for name in frame.columns
         }
     )
@@ -94,7 +111,9 @@ def category_mass(frame: Frame) -> dict[str, list[Row]]:
         for category in order:
             pick = of_sign & (frame["category"] == category)
             part_P = mass[pick].groupby(frame["group"]).sum().reindex(whole_P.index, fill_value=0)
-            interval = over_clusters(part_P.to_numpy(), whole_P.to_numpy()) if whole_P.sum() > 0 else NONE
+            interval = (
+                over_clusters(part_P.to_numpy(), whole_P.to_numpy()) if whole_P.sum() > 0 else NONE
+            )
             out.setdefault(name, []).append(Row(str(category), interval, int(pick.sum())))
     return out
 
@@ -106,7 +125,9 @@ def flip_rates(frame: Frame) -> list[Row]:
     rows = []
     for sign, name in SIGNS.items():
         of_sign = frame[frame["sign"] == sign]
-        rows.append(Row(name, by_cluster(of_sign["is_flip"].astype(float), of_sign["group"]), len(of_sign)))
+        rows.append(
+            Row(name, by_cluster(of_sign["is_flip"].astype(float), of_sign["group"]), len(of_sign))
+        )
     return rows
 
 
@@ -117,15 +138,26 @@ def change_shares(frame: Frame) -> dict[str, list[Row]]:
     out = {}
     for sign, name in SIGNS.items():
         of_sign = frame[frame["sign"] == sign]
-        is_kind = {kind: (of_sign["change"] == kind).astype(float) for kind in ("boosted", "suppressed", "unchanged")}
-        out[name] = [Row(kind, by_cluster(share, of_sign["group"]), int(share.sum())) for kind, share in is_kind.items()]
+        is_kind = {
+            kind: (of_sign["change"] == kind).astype(float)
+            for kind in ("boosted", "suppressed", "unchanged")
+        }
+        out[name] = [
+            Row(kind, by_cluster(share, of_sign["group"]), int(share.sum()))
+            for kind, share in is_kind.items()
+        ]
     return out
 
 
 def sharing(frame: Frame) -> pd.Series:
-    """How each token's node is shared: by rollouts of both signs, by several of one sign, or not at all."""
+    """How each token's node is shared: by rollouts of both signs, by several of one sign, or not at
+    all.
+    """
     up, down = frame["node_positive"].fillna(0), frame["node_negative"].fillna(0)
-    return pd.Series(np.select([(up > 0) & (down > 0), up + down > 1], SHARING[:2], SHARING[2]), index=frame.index)
+    return pd.Series(
+        np.select([(up > 0) & (down > 0), up + down > 1], SHARING[:2], SHARING[2]),
+        index=frame.index,
+    )
 
 
 def cancellation_by_sharing(frame: Frame) -> list[Row]:
@@ -134,13 +166,19 @@ def cancellation_by_sharing(frame: Frame) -> list[Row]:
         return []
     kind = sharing(frame)
     return [
-        Row(name, by_cluster(frame["cancellation"][kind == name], frame["group"][kind == name]), int((kind == name).sum()))
+        Row(
+            name,
+            by_cluster(frame["cancellation"][kind == name], frame["group"][kind == name]),
+            int((kind == name).sum()),
+        )
         for name in SHARING
     ]
 
 
 class Prediction(NamedTuple):
-    """Predicted against actual change: the correlation over all tokens and a sample of them for the eye."""
+    """Predicted against actual change: the correlation over all tokens and a sample of them for the
+    eye.
+    """
 
     correlation: Interval
     num_tokens: int
@@ -148,12 +186,18 @@ class Prediction(NamedTuple):
 
 
 def prediction(frame: Frame, size: int = 1500) -> Prediction | None:
-    """Pearson correlation of ``predicted`` and ``delta`` over all tokens; the sample is an even draw by position in the table."""
+    """Pearson correlation of ``predicted`` and ``delta`` over all tokens; the sample is an even
+    draw by position in the table.
+    """
     if not has(frame, "predicted", "delta", "group"):
         return None
     both = frame[frame["predicted"].notna() & frame["delta"].notna()]
     pick = np.unique(np.linspace(0, len(both) - 1, min(size, len(both))).astype(int))
-    return Prediction(correlation_by_cluster(both["predicted"], both["delta"], both["group"]), len(both), both.iloc[pick])
+    return Prediction(
+        correlation_by_cluster(both["predicted"], both["delta"], both["group"]),
+        len(both),
+        both.iloc[pick],
+    )
 
 
 class TopToken(NamedTuple):
@@ -179,4 +223,10 @@ def top_tokens(frame: Frame, num: int = 12) -> tuple[list[TopToken], list[TopTok
 def _top(frame: Frame, text: str) -> TopToken:
     rows = frame[frame["text"] == text]
     delta = float(rows["delta"].mean()) if has(rows, "delta") else float("nan")
-    return TopToken(text, len(rows), float(rows["advantages"].sum()), by_cluster(rows["advantages"], rows["group"]), delta)
+    return TopToken(
+        text,
+        len(rows),
+        float(rows["advantages"].sum()),
+        by_cluster(rows["advantages"], rows["group"]),
+        delta,
+    )

@@ -1,4 +1,6 @@
-"""What was run: the method on its six axes, model, task, command, versions; and the headline numbers."""
+"""What was run: the method on its six axes, model, task, command, versions; and the headline
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report.credit_numbers import flip_rates, tokens_of
-from counterpoise.report.folder import RunFolder
 from counterpoise.report.groups import Group, eval_series, seed_of
-from counterpoise.report.stats import Interval, over_seeds
-from counterpoise.report.text import number, shortened, with_interval
+from counterpoise.run.read import RunFolder
+from counterpoise.text import number, shortened, with_interval
 
 AXES = {
     "advantage": "one number a rollout",
@@ -31,7 +33,9 @@ BY_PRESET = "preset"
 
 
 class Table(NamedTuple):
-    """A small table; ``hints`` explain the rows, ``numeric`` says which columns hold numbers, ``merge`` joins the equal cells of a row."""
+    """A small table; ``hints`` explain the rows, ``numeric`` says which columns hold numbers,
+    ``merge`` joins the equal cells of a row.
+    """
 
     head: list[str]
     rows: list[list[str]]
@@ -64,24 +68,52 @@ def settings_table(groups: Sequence[Group]) -> Table:
         values = [_setting(group.runs[0].config.get(name)) for group in groups]
         if any(values):
             rows.append([name, *(value or "–" for value in values)])
-    rows.append(["seeds", *(", ".join(_setting(seed_of(run)) or "–" for run in group.runs) for group in groups)])
-    rows.append(["batches done", *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups)])
-    return Table(["setting", *(group.label for group in groups)], rows, [""] * len(rows), merge=True)
+    rows.append(
+        [
+            "seeds",
+            *(", ".join(_setting(seed_of(run)) or "–" for run in group.runs) for group in groups),
+        ]
+    )
+    rows.append(
+        [
+            "batches done",
+            *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups),
+        ]
+    )
+    return Table(
+        ["setting", *(group.label for group in groups)], rows, [""] * len(rows), merge=True
+    )
 
 
 def origin(run: RunFolder) -> list[tuple[str, str]]:
     """Where a run comes from: command, commit, device, versions."""
     manifest = run.manifest
     command = manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else [str(command)] if command else []
+    words = (
+        [str(word) for word in command]
+        if isinstance(command, list)
+        else [str(command)]
+        if command
+        else []
+    )
     versions = manifest.get("versions")
     lines = [
         ("folder", str(run.path)),
         ("command", shlex.join(words) if words else ""),
         ("imported from", _setting(manifest.get("imported_from"))),
         ("commit", _setting(manifest.get("commit"))),
-        ("device", " · ".join(filter(None, [_setting(manifest.get("device")), _setting(manifest.get("platform"))]))),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else ""),
+        (
+            "device",
+            " · ".join(
+                filter(None, [_setting(manifest.get("device")), _setting(manifest.get("platform"))])
+            ),
+        ),
+        (
+            "versions",
+            ", ".join(f"{name} {version}" for name, version in versions.items())
+            if isinstance(versions, dict)
+            else "",
+        ),
     ]
     return [(label, value) for label, value in lines if value]
 
@@ -102,7 +134,11 @@ def _accuracy_tile(runs: list[RunFolder]) -> Tile | None:
     last, first = over_seeds([s.iloc[-1] for s in series]), over_seeds([s.iloc[0] for s in series])
     if len(series) == 1:
         low, high = (eval_series(runs[0], f"eval/accuracy_{side}") for side in ("low", "high"))
-        last = Interval(last.mean, low.iloc[-1] if len(low) else math.nan, high.iloc[-1] if len(high) else math.nan)
+        last = Interval(
+            last.mean,
+            low.iloc[-1] if len(low) else math.nan,
+            high.iloc[-1] if len(high) else math.nan,
+        )
     note = f"from {number(first.mean)} after {int(series[0].index[-1])} batches{_of_seeds(series)}"
     return Tile("held-out accuracy", with_interval(*last), note)
 
@@ -112,10 +148,18 @@ def _reward_tile(runs: list[RunFolder]) -> Tile | None:
     found = [s for s in found if len(s)]
     if not found:
         return None
-    last = over_seeds([s.iloc[-10:].mean() for s in found]) if len(found) > 1 else over_seeds(list(found[0].iloc[-10:]))
+    last = (
+        over_seeds([s.iloc[-10:].mean() for s in found])
+        if len(found) > 1
+        else over_seeds(list(found[0].iloc[-10:]))
+    )
     kind = _of_seeds(found) or ", interval over them"
     num = min(10, len(found[0]))
-    return Tile("training reward", with_interval(*last), f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(found)}")
+    return Tile(
+        "training reward",
+        with_interval(*last),
+        f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(found)}",
+    )
 
 
 def _flip_tile(runs: list[RunFolder]) -> Tile | None:
@@ -126,7 +170,9 @@ def _flip_tile(runs: list[RunFolder]) -> Tile | None:
     note = " / ".join(f"{row.label}{_percents(row.value)}" for row in rows)
     of_run = f" of {runs[0].name}" if len(runs) > 1 else ""
     return Tile(
-        "flipped tokens", " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows), f"{note} rollouts, batch {found[0]}{of_run}"
+        "flipped tokens",
+        " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows),
+        f"{note} rollouts, batch {found[0]}{of_run}",
     )
 
 
@@ -135,7 +181,11 @@ def _percents(value: Interval) -> str:
 
 
 def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
-    totals = [run.metrics["rollouts/num_tokens"].sum() for run in runs if "rollouts/num_tokens" in run.metrics]
+    totals = [
+        run.metrics["rollouts/num_tokens"].sum()
+        for run in runs
+        if "rollouts/num_tokens" in run.metrics
+    ]
     if not totals:
         return None
     seconds = [_seconds(run.timing) for run in runs]
@@ -146,7 +196,11 @@ def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
 
 def _seconds(timing: pd.DataFrame) -> float:
     return (
-        float(timing[[c for c in timing.columns if c.endswith("_s") and not c.endswith("_per_s")]].sum().sum())
+        float(
+            timing[[c for c in timing.columns if c.endswith("_s") and not c.endswith("_per_s")]]
+            .sum()
+            .sum()
+        )
         if len(timing)
         else 0.0
     )
@@ -157,7 +211,9 @@ def _of_seeds(series: Sequence[Any]) -> str:
 
 
 def _axis(run: RunFolder, axis: str) -> str:
-    """A stage from the manifest; of older runs from the config, then from the installed preset of that name."""
+    """A stage from the manifest; of older runs from the config, then from the installed preset of
+    that name.
+    """
     resolved, asked = run.manifest.get("method"), run.config.get("method")
     for found in (resolved, asked):
         if isinstance(found, dict) and axis in found:
@@ -170,7 +226,7 @@ def _axis(run: RunFolder, axis: str) -> str:
 def _preset(name: str) -> dict[str, Any]:
     """The axes of a preset as literals: nothing that a config names is imported."""
     try:
-        from counterpoise.presets import DEFAULT, PRESETS
+        from counterpoise.catalogue.presets import DEFAULT, PRESETS
     except ImportError:  # reports are made on machines without torch too
         return {}
     return DEFAULT | PRESETS[name][2] if name in PRESETS else {}
@@ -178,14 +234,26 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _stage(value: Any, axis: str) -> str:
     if isinstance(value, list):
-        return " → ".join(_stage(one, axis) for one in value) if value else "uniform" if axis == "credit" else "none"
+        return (
+            " → ".join(_stage(one, axis) for one in value)
+            if value
+            else "uniform"
+            if axis == "credit"
+            else "none"
+        )
     return "none" if value is None else _setting(value)
 
 
 def _setting(value: Any) -> str:
-    """A setting in words: ``name (key value, ...)`` for what has a name, ``key value, ...`` for the rest."""
+    """A setting in words: ``name (key value, ...)`` for what has a name, ``key value, ...`` for the
+    rest.
+    """
     if isinstance(value, dict):
-        rest = ", ".join(f"{key} {_setting(v)}" for key, v in islice(value.items(), 40) if key != "name" and v is not None)
+        rest = ", ".join(
+            f"{key} {_setting(v)}"
+            for key, v in islice(value.items(), 40)
+            if key != "name" and v is not None
+        )
         name = _setting(value.get("name"))
         return f"{name} ({rest})" if name and rest else name or rest
     if isinstance(value, list) and len(value) == 1:

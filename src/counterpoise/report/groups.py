@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.report.folder import RunFolder
-from counterpoise.report.stats import over_seeds
+from counterpoise.maths.intervals import over_seeds
+from counterpoise.run.read import RunFolder
 
-# settings that cannot change what is learnt: what is written, and how a step is cut to fit the memory
+# settings that cannot change what is learnt: what is written, and how a step is cut to fit the
+# memory
 OBSERVERS = (
     *(
         "optimizer.token_budget",
@@ -39,8 +40,8 @@ class Group(NamedTuple):
 class Curve(NamedTuple):
     """One number over steps: each run's values, their mean, and the interval (NaN with one run).
 
-    ``interval`` says what the band is: ``seeds`` (Student's t over three or more runs), ``range`` (two runs), ``own`` (the number came with
-    its own interval), or empty.
+    ``interval`` says what the band is: ``seeds`` (Student's t over three or more runs), ``range``
+    (two runs), ``own`` (the number came with its own interval), or empty.
     """
 
     step: np.ndarray
@@ -52,13 +53,17 @@ class Curve(NamedTuple):
 
 
 def grouped(runs: list[RunFolder]) -> list[Group]:
-    """Runs by configuration; the label is the method, with the settings that tell equal methods apart."""
+    """Runs by configuration; the label is the method, with the settings that tell equal methods
+    apart.
+    """
     settings = [_settings(run.config) for run in runs]
     by_key: dict[str, list[int]] = {}
     for at, found in enumerate(settings):
         by_key.setdefault(json.dumps(found, sort_keys=True, default=str), []).append(at)
     members = list(by_key.values())
-    labels = _labels([method_name(runs[rows[0]]) for rows in members], [settings[rows[0]] for rows in members])
+    labels = _labels(
+        [method_name(runs[rows[0]]) for rows in members], [settings[rows[0]] for rows in members]
+    )
     return [Group(label, [runs[at] for at in rows]) for label, rows in zip(labels, members)]
 
 
@@ -82,19 +87,31 @@ def curve(group: Group, key: str) -> Curve | None:
 
 
 def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
-    """A held-out number after so many rollout batches; of one run with the interval that the evaluation brought."""
+    """A held-out number after so many rollout batches; of one run with the interval that the
+    evaluation brought.
+    """
     found = _curve([eval_series(run, key) for run in group.runs])
     if found is None or len(group.runs) > 1:
         return found
     low, high = (eval_series(group.runs[0], f"{key}_{side}") for side in ("low", "high"))
     if low.empty or high.empty:
         return found
-    return found._replace(low=low.reindex(found.step).to_numpy(), high=high.reindex(found.step).to_numpy(), interval="own")
+    return found._replace(
+        low=low.reindex(found.step).to_numpy(),
+        high=high.reindex(found.step).to_numpy(),
+        interval="own",
+    )
 
 
 def eval_series(run: RunFolder, key: str = "eval/accuracy") -> pd.Series:
-    """Evaluations by the number of rollout batches trained before; from ``evals.jsonl``, else from ``metrics.jsonl``."""
-    rows = {row["step"]: row[key] for row in run.evals if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])}
+    """Evaluations by the number of rollout batches trained before; from ``evals.jsonl``, else from
+    ``metrics.jsonl``.
+    """
+    rows = {
+        row["step"]: row[key]
+        for row in run.evals
+        if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
+    }
     if rows:
         return pd.Series(rows, dtype=float).sort_index()
     series = _metric(run, key)
@@ -114,10 +131,14 @@ def _curve(runs: list[pd.Series]) -> Curve | None:
     table = pd.concat(runs, axis=1).sort_index()
     if len(runs) == 1:
         nothing = np.full(len(table), math.nan)
-        return Curve(table.index.to_numpy(), table.iloc[:, 0].to_numpy(), nothing, nothing, runs, "")
+        return Curve(
+            table.index.to_numpy(), table.iloc[:, 0].to_numpy(), nothing, nothing, runs, ""
+        )
     if len(runs) == 2:
         low, high = table.min(axis=1).to_numpy(), table.max(axis=1).to_numpy()
-        return Curve(table.index.to_numpy(), table.mean(axis=1).to_numpy(), low, high, runs, "range")
+        return Curve(
+            table.index.to_numpy(), table.mean(axis=1).to_numpy(), low, high, runs, "range"
+        )
     interval = [over_seeds(list(row)) for row in table.to_numpy()]
     mean, low, high = (np.array(column) for column in zip(*interval))
     return Curve(table.index.to_numpy(), mean, low, high, runs, "seeds")
@@ -125,7 +146,11 @@ def _curve(runs: list[pd.Series]) -> Curve | None:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     leaves = islice(_leaves("", config), MAX_SETTINGS)
-    return {path: value for path, value in leaves if path not in OBSERVERS and path.split(".")[0] not in OBSERVERS}
+    return {
+        path: value
+        for path, value in leaves
+        if path not in OBSERVERS and path.split(".")[0] not in OBSERVERS
+    }
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -139,8 +164,18 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _labels(names: list[str], settings: list[dict[str, Any]]) -> list[str]:
     out = []
     for name, own in zip(names, settings):
-        rivals = [other for rival, other in zip(names, settings) if rival == name and other is not own]
+        rivals = [
+            other for rival, other in zip(names, settings) if rival == name and other is not own
+        ]
         apart = [path for path in own if any(other.get(path) != own[path] for other in rivals)]
         lacks = [path for other in rivals for path in other if path not in own]
-        out.append(" · ".join([name, *(f"{path}={own[path]}" for path in apart), *(f"no {path}" for path in dict.fromkeys(lacks))]))
+        out.append(
+            " · ".join(
+                [
+                    name,
+                    *(f"{path}={own[path]}" for path in apart),
+                    *(f"no {path}" for path in dict.fromkeys(lacks)),
+                ]
+            )
+        )
     return out

@@ -1,6 +1,8 @@
-"""Numbers of the ledger over time, one step's tokens at a time: flips, residual, learning tax, entropy of shared tokens.
+"""Numbers of the ledger over time, one step's tokens at a time: flips, residual, learning tax,
+entropy of shared tokens.
 
-Every number is that of ``metrics.jsonl`` (docs/ledger.md), computed again from the tokens so that it carries a bootstrap interval over prompts.
+Every number is that of ``metrics.jsonl`` (docs/ledger.md), computed again from the tokens so that
+it carries a bootstrap interval over prompts.
 
 Axes: P prompts, S optimizer steps.
 """
@@ -12,16 +14,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from counterpoise.maths.intervals import Interval, by_cluster, over_clusters
 from counterpoise.report.credit_numbers import Frame, Row, flip_rates, has, tokens_of
-from counterpoise.report.folder import RunFolder
-from counterpoise.report.stats import Interval, by_cluster, over_clusters
+from counterpoise.run.read import RunFolder
 
 NODES = ("node", "node_positive", "node_negative", "group")
 TAX = ("shared by all", "shared by both signs", "forks", "elsewhere")
 
 
 def ledger_rows(run: RunFolder, step: int) -> dict[str, list[Row]]:
-    """All these numbers of a step, by chart; empty lists where the columns are missing. A step is read once."""
+    """All these numbers of a step, by chart; empty lists where the columns are missing.
+
+    A step is read once.
+    """
     return run.once(("ledger", step), lambda: _rows(run, step))
 
 
@@ -33,23 +38,37 @@ def tax(frame: Frame) -> list[Row]:
     full, fork = known["is_fully_shared"] > 0, known["is_fork"] > 0
     both = (known["node_positive"] > 0) & (known["node_negative"] > 0)
     kinds = zip(TAX, (full, both, fork, ~(full | both | fork)))
-    return [Row(name, _by_step(known["kl"][is_in], known[is_in]), int(is_in.sum())) for name, is_in in kinds if is_in.any()]
+    return [
+        Row(name, _by_step(known["kl"][is_in], known[is_in]), int(is_in.sum()))
+        for name, is_in in kinds
+        if is_in.any()
+    ]
 
 
 def residual(frame: Frame) -> list[Row]:
-    """What is left of the coefficients at each token that both signs share in an optimizer step; mean over these, then over steps."""
+    """What is left of the coefficients at each token that both signs share in an optimizer step;
+    mean over these, then over steps.
+    """
     if not has(frame, "coef", "scale", "sign", "optimizer_step", *NODES):
         return []
     value = frame["coef"] * frame["scale"]
     parts = pd.DataFrame(
-        {"sum": value, "size": value.abs(), "up": frame["sign"] > 0, "down": frame["sign"] < 0, "group": frame["group"]}
+        {
+            "sum": value,
+            "size": value.abs(),
+            "up": frame["sign"] > 0,
+            "down": frame["sign"] < 0,
+            "group": frame["group"],
+        }
     )
     by_node: Any = parts.groupby([frame["optimizer_step"], frame["node"]])
     nodes: Frame = by_node[["sum", "size", "up", "down"]].sum().join(by_node["group"].first())
     nodes = nodes[(nodes["up"] > 0) & (nodes["down"] > 0)].reset_index("optimizer_step")
     if nodes.empty:
         return []
-    left = np.where(nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0)
+    left = np.where(
+        nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0
+    )
     return [Row("residual", _by_step(pd.Series(left, nodes.index), nodes), len(nodes))]
 
 
@@ -71,11 +90,18 @@ def _rows(run: RunFolder, step: int) -> dict[str, list[Row]]:
     if found is None:
         return {}
     frame = found[1]
-    return {"flips": flip_rates(frame), "residual": residual(frame), "tax": tax(frame), "entropy": shared_entropy(frame)}
+    return {
+        "flips": flip_rates(frame),
+        "residual": residual(frame),
+        "tax": tax(frame),
+        "entropy": shared_entropy(frame),
+    }
 
 
 def _by_step(value: Any, rows: Frame) -> Interval:
     """Mean of ``value`` within each optimizer step, then over them; prompts are drawn."""
     by = [rows[name].to_numpy() for name in ("group", "optimizer_step")]
-    table: Frame = pd.Series(np.asarray(value, float)).groupby(by).agg(["sum", "count"]).unstack(fill_value=0)
+    table: Frame = (
+        pd.Series(np.asarray(value, float)).groupby(by).agg(["sum", "count"]).unstack(fill_value=0)
+    )
     return over_clusters(table["sum"].to_numpy(), table["count"].to_numpy())

@@ -1,4 +1,6 @@
-"""The report page: one file, opens from disk, asks the network for nothing, runs no script but its own."""
+"""The report page: one file, opens from disk, asks the network for nothing, runs no script but its
+own.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,29 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from counterpoise.files import write_text
-from counterpoise.report import charts, facts, samples
+from counterpoise.maths.intervals import Interval
+from counterpoise.report import facts, samples
+from counterpoise.report.charts import cards as charts
+from counterpoise.report.charts.style import Drawing
 from counterpoise.report.compare import Comparison, comparison
-from counterpoise.report.figures import Drawing
-from counterpoise.report.folder import RunFolder, open_run
 from counterpoise.report.groups import Group, grouped
-from counterpoise.report.stats import Interval
-from counterpoise.report.text import number, visible, with_interval
+from counterpoise.run.files import write_text
+from counterpoise.run.read import RunFolder, open_run
+from counterpoise.text import number, visible, with_interval
 
 SECTIONS = {
     "learning": ("Learning", "What the policy earned, batch by batch."),
-    "plan": ("Plan", "Which rollouts share an optimizer step. Only what meets in a step can cancel in it."),
+    "plan": (
+        "Plan",
+        "Which rollouts share an optimizer step. Only what meets in a step can cancel in it.",
+    ),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
 }
 LEDGER_OFF = "This run has no ledger: set ledger.every in the recipe to have one."
-IMPORTED = "An imported dump has no ledger: what an update does to tokens is measured while it is done."
+IMPORTED = (
+    "An imported dump has no ledger: what an update does to tokens is measured while it is done."
+)
 
 
 class Card(NamedTuple):
@@ -57,13 +65,19 @@ class Content(NamedTuple):
 
 
 def write_report(
-    paths: Sequence[str | Path], out: Path | None = None, *, step: int | None = None, **compared: Any
+    paths: Sequence[str | Path],
+    out: Path | None = None,
+    *,
+    step: int | None = None,
+    **compared: Any,
 ) -> tuple[Path, Content]:
-    """Write the report of one run, or the comparison of several; returns its path and what it shows.
+    """Write the report of one run, or the comparison of several; returns its path and what it
+    shows.
 
     Args:
         paths: run folders.
-        out: the page; ``report/index.html`` in the run, or in the folder above several runs, by default.
+        out: the page; ``report/index.html`` in the run, or in the folder above several runs, by
+            default.
         step: which tokens table to show; the last one by default.
         compared: ``metric``, ``baseline``, ``threshold`` of the comparison.
     """
@@ -75,19 +89,29 @@ def write_report(
 
 
 def default_path(runs: Sequence[RunFolder]) -> Path:
-    """Beside the runs: in the run itself, or in the folder that holds the first of several. A link out of there is not followed."""
+    """Beside the runs: in the run itself, or in the folder that holds the first of several.
+
+    A link out of there is not followed.
+    """
     folder = runs[0].path if len(runs) == 1 else runs[0].path.parent
     out = folder / "report" / "index.html"
     if not out.parent.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"report: {str(out.parent)!r} is a link that leads elsewhere. Say where the page shall be with --out.")
+        raise ValueError(
+            f"report: {str(out.parent)!r} is a link that leads elsewhere. Say where the page shall"
+            " be with --out."
+        )
     return out
 
 
 def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: Any) -> Content:
     """Read everything; what the files lack ends up in ``absent`` and ``problems``."""
-    if step is not None and not any(step in run.steps(folder) for run in runs for folder in ("tokens", "rollouts")):
+    if step is not None and not any(
+        step in run.steps(folder) for run in runs for folder in ("tokens", "rollouts")
+    ):
         known = sorted({found for run in runs for found in run.steps("tokens")})
-        raise ValueError(f"report: no run has tokens or rollouts of step {step}. Steps with tokens: {known[:20]}")
+        raise ValueError(
+            f"report: no run has tokens or rollouts of step {step}. Steps with tokens: {known[:20]}"
+        )
     groups = grouped(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
@@ -98,18 +122,40 @@ def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: A
         tiles=facts.tiles(groups),
         axes=facts.axes_table(groups),
         settings=facts.settings_table(groups),
-        cards={name: [Card(c, d) for c, d in drawn if d is not None and c.section == name] for name in SECTIONS},
-        absent={name: [_lack(c, groups) for c, d in drawn if d is None and c.section == name] for name in SECTIONS},
+        cards={
+            name: [Card(c, d) for c, d in drawn if d is not None and c.section == name]
+            for name in SECTIONS
+        },
+        absent={
+            name: [_lack(c, groups) for c, d in drawn if d is None and c.section == name]
+            for name in SECTIONS
+        },
         comparison=compare,
-        details=[samples.detail(group.label, group.runs[0], step, 3 if len(groups) == 1 else 1) for group in groups],
-        problems=[f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems] + trouble,
+        details=[
+            samples.detail(group.label, group.runs[0], step, 3 if len(groups) == 1 else 1)
+            for group in groups
+        ],
+        problems=[
+            f"{run.name}: {problem}" if len(runs) > 1 else problem
+            for run in runs
+            for problem in run.problems
+        ]
+        + trouble,
     )
 
 
 def render(found: Content) -> str:
     """The page as HTML."""
-    script, style, plotly = asset("report.js"), asset("tokens.css") + asset("report.css"), get_plotlyjs()
-    figures = {card.chart.name: card.drawing.figure.to_json() for cards in found.cards.values() for card in cards}
+    script, style, plotly = (
+        asset("report.js"),
+        asset("tokens.css") + asset("report.css"),
+        get_plotlyjs(),
+    )
+    figures = {
+        card.chart.name: card.drawing.figure.to_json()
+        for cards in found.cards.values()
+        for card in cards
+    }
     return (
         _templates()
         .get_template("report.html")
@@ -147,15 +193,21 @@ def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def asset(name: str) -> str:
-    """A file of the package's assets."""
-    return (resources.files("counterpoise.report") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, subject: str = "report") -> str:
+    """The text of an asset of the report or of the viewer."""
+    return (resources.files(f"counterpoise.{subject}") / "assets" / name).read_text(
+        encoding="utf-8"
+    )
 
 
 @lru_cache(1)
 def _templates() -> jinja2.Environment:
     env = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     env.filters |= {"visible": visible, "number": number, "interval": _interval, "data": _data}
     return env
@@ -171,20 +223,30 @@ def _data(text: str) -> Markup:
 
 
 def _style_ids(plotly: str) -> list[str]:
-    """Ids under which the chart library would add style sheets for maps, which the policy forbids and no chart needs: taken beforehand."""
+    """Ids under which the chart library would add style sheets for maps, which the policy forbids
+    and no chart needs: taken beforehand.
+    """
     return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
 
 
 def _lack(chart: charts.Chart, groups: Sequence[Group]) -> str:
-    return f"{chart.title} (needs {chart.needs})" if chart.needs and not _is_imported(groups) else chart.title
+    return (
+        f"{chart.title} (needs {chart.needs})"
+        if chart.needs and not _is_imported(groups)
+        else chart.title
+    )
 
 
 def _is_imported(groups: Sequence[Group]) -> bool:
     return all("imported_from" in run.manifest for group in groups for run in group.runs)
 
 
-def _comparison(groups: Sequence[Group], compared: dict[str, Any]) -> tuple[Comparison | None, list[str]]:
-    """The comparison; one that cannot be made is a line among the problems and the rest of the page is shown."""
+def _comparison(
+    groups: Sequence[Group], compared: dict[str, Any]
+) -> tuple[Comparison | None, list[str]]:
+    """The comparison; one that cannot be made is a line among the problems and the rest of the page
+    is shown.
+    """
     if len(groups) < 2:
         return None, []
     try:

@@ -1,4 +1,6 @@
-"""Text for people: rollouts of a few prompts with every token coloured by its credit, the tokens with the most credit, the plan of a step."""
+"""Text for people: rollouts of a few prompts with every token coloured by its credit, the tokens
+with the most credit, the plan of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 
 from counterpoise.report.credit_numbers import Frame, TopToken, has, tokens_of, top_tokens
 from counterpoise.report.facts import Table
-from counterpoise.report.folder import RunFolder
-from counterpoise.report.text import number, visible
+from counterpoise.run.read import RunFolder
+from counterpoise.text import number, visible
 
 MAX_TOKENS = 500
 BINS = 10
@@ -37,7 +39,9 @@ class Sample(NamedTuple):
 
 
 class SamplePrompt(NamedTuple):
-    """A prompt with its best and its worst rollout, what colours their tokens, and the number at which colours end."""
+    """A prompt with its best and its worst rollout, what colours their tokens, and the number at
+    which colours end.
+    """
 
     step: int
     coloured_by: str
@@ -50,7 +54,9 @@ class SamplePrompt(NamedTuple):
 
 
 class Tops(NamedTuple):
-    """Tokens with the largest and the smallest sum of credit in a step; ``scale`` is the largest bound of their means."""
+    """Tokens with the largest and the smallest sum of credit in a step; ``scale`` is the largest
+    bound of their means.
+    """
 
     step: int
     up: list[TopToken]
@@ -59,7 +65,9 @@ class Tops(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """What is shown of a group's first run: the last plan, the tokens with the most credit, samples."""
+    """What is shown of a group's first run: the last plan, the tokens with the most credit,
+    samples.
+    """
 
     label: str
     plan: tuple[int, Table] | None
@@ -77,7 +85,17 @@ def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> lis
     at = _step(run, step)
     if at is None:
         return []
-    columns = ("group", "rollout", "prompt", "answer", "text", "reward", "advantage", "stop_reason", "token_ids")
+    columns = (
+        "group",
+        "rollout",
+        "prompt",
+        "answer",
+        "text",
+        "reward",
+        "advantage",
+        "stop_reason",
+        "token_ids",
+    )
     table = run.table("rollouts", at, columns)
     if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
         return []
@@ -90,7 +108,10 @@ def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> lis
         .agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean()))
         .sort_values(ascending=False, kind="stable")
     )
-    return [_prompt(at, rollouts[rollouts["group"] == group], tokens, column) for group in mixed.index[:num]]
+    return [
+        _prompt(at, rollouts[rollouts["group"] == group], tokens, column)
+        for group in mixed.index[:num]
+    ]
 
 
 def diverging(value: float, limit: float) -> str:
@@ -106,7 +127,9 @@ def diverging(value: float, limit: float) -> str:
 
 
 def colour_column(tokens: Frame | None) -> str:
-    """Credit, where the method told tokens of a rollout apart; under uniform credit what happened to them says more."""
+    """Credit, where the method told tokens of a rollout apart; under uniform credit what happened
+    to them says more.
+    """
     if tokens is None or not has(tokens, "advantages"):
         return ""
     spread = tokens.groupby("rollout")["advantages"].agg(lambda credit: credit.max() - credit.min())
@@ -124,19 +147,35 @@ def tops(run: RunFolder, step: int | None = None) -> Tops | None:
     up, down = top_tokens(found[1]) if found else ([], [])
     if not found or not (up or down):
         return None
-    bounds = [abs(bound) for token in [*up, *down] for bound in token.mean_credit if np.isfinite(bound)]
+    bounds = [
+        abs(bound) for token in [*up, *down] for bound in token.mean_credit if np.isfinite(bound)
+    ]
     return Tops(found[0], up, down, max(bounds, default=1.0))
 
 
 def plan_table(run: RunFolder) -> tuple[int, Table] | None:
     """The last plan: rows, prompts, tokens, positives and sum of advantage of each optimizer step."""
     for step in reversed(run.steps("plan")):
-        plan, table = run.plan(step), run.table("rollouts", step, ("group", "reward", "advantage", "token_ids"))
+        plan, table = (
+            run.plan(step),
+            run.table("rollouts", step, ("group", "reward", "advantage", "token_ids")),
+        )
         if plan is None or not _is_plan(plan.get("rows")):
             continue
-        rollouts = table.to_pandas() if table is not None and {"group", "reward"} <= set(table.column_names) else None
+        rollouts = (
+            table.to_pandas()
+            if table is not None and {"group", "reward"} <= set(table.column_names)
+            else None
+        )
         rows = [_plan_row(k, part, rollouts) for k, part in enumerate(plan["rows"])]
-        head = ["optimizer step", "rollouts", "prompts", "tokens", "positive share", "sum of advantage"]
+        head = [
+            "optimizer step",
+            "rollouts",
+            "prompts",
+            "tokens",
+            "positive share",
+            "sum of advantage",
+        ]
         return step, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
     return None
 
@@ -154,7 +193,9 @@ def _prompt(step: int, rows: Frame, tokens: Frame | None, column: str) -> Sample
     return SamplePrompt(
         step=step,
         limit=colour_limit(tokens, column) if tokens is not None else 1.0,
-        coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(column, ""),
+        coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(
+            column, ""
+        ),
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
@@ -164,7 +205,11 @@ def _prompt(step: int, rows: Frame, tokens: Frame | None, column: str) -> Sample
 
 
 def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
-    own = tokens[tokens["rollout"] == row["rollout"]] if tokens is not None and "rollout" in tokens else None
+    own = (
+        tokens[tokens["rollout"] == row["rollout"]]
+        if tokens is not None and "rollout" in tokens
+        else None
+    )
     if own is not None and len(own) and "text" in own:
         limit = colour_limit(tokens, column)
         made = [_token(token, column, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
@@ -187,7 +232,9 @@ def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
     credit, delta = token.get("advantages", np.nan), token.get("delta", np.nan)
     text = visible(token["text"], "\n").replace("\n", "⏎\n")
     return Token(
-        text, diverging(token.get(column, np.nan), limit), f"credit {number(credit)}, change of the log-prob {number(delta)}"
+        text,
+        diverging(token.get(column, np.nan), limit),
+        f"credit {number(credit)}, change of the log-prob {number(delta)}",
     )
 
 
@@ -196,8 +243,19 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
     tokens = f"{sum(map(len, rows['token_ids'])):,}" if "token_ids" in rows else "–"
-    advantage = number(float(rows["advantage"].sum()), scale=float(rows["advantage"].abs().sum())) if "advantage" in rows else "–"
-    return [str(at), str(len(part)), str(rows["group"].nunique()), tokens, number(float((rows["reward"] > 0.5).mean())), advantage]
+    advantage = (
+        number(float(rows["advantage"].sum()), scale=float(rows["advantage"].abs().sum()))
+        if "advantage" in rows
+        else "–"
+    )
+    return [
+        str(at),
+        str(len(part)),
+        str(rows["group"].nunique()),
+        tokens,
+        number(float((rows["reward"] > 0.5).mean())),
+        advantage,
+    ]
 
 
 def _is_plan(rows: Any) -> bool:

@@ -1,9 +1,10 @@
 """Prompts and graders, one file a task.
 
-A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k) alone, and ``reward(prompt, text)``.
-``train`` streams are endless. ``grade`` (see ``graders``) runs rewards so that a hanging or raising one cannot stop a run; a task whose
-reward is a few safe lines says so with ``is_trusted = True`` and is graded in the caller's process.
-"""
+A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k)
+alone, and ``reward(prompt, text)``.
+``train`` streams are endless. ``grade`` (see ``graders``) runs rewards so that a hanging or raising
+one cannot stop a run; a task whose reward is a few safe lines says so with ``is_trusted = True``
+and is graded in the caller's process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 from counterpoise.types import Prompt
 
 __all__ = ["Grades", "Task", "WithReward", "grade", "task"]
@@ -51,13 +52,20 @@ class WithReward:
         return self.fn(prompt, text)
 
 
-def task(name: str | Mapping[str, Any], *, reward: str | Callable[[Prompt, str], float] | None = None, **params: Any) -> Task:
+def task(
+    name: str | Mapping[str, Any],
+    *,
+    reward: str | Callable[[Prompt, str], float] | None = None,
+    **params: Any,
+) -> Task:
     """Build a task from its name and parameters.
 
     Args:
-        name: ``arithmetic``, ``jsonl``, ``gym:<name>``, ``tabular``, an import path ``your.module:Task``; or a mapping with ``name``
+        name: ``arithmetic``, ``jsonl``, ``gym:<name>``, ``tabular``, an import path
+            ``your.module:Task``; or a mapping with ``name``
             and parameters.
-        reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's own grader.
+        reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
+            own grader.
         params: the task's parameters.
 
     >>> task("arithmetic", difficulty="easy").terms
@@ -65,11 +73,15 @@ def task(name: str | Mapping[str, Any], *, reward: str | Callable[[Prompt, str],
     >>> task({"name": "arithmetic", "dificulty": "easy"})
     Traceback (most recent call last):
     ...
-    ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known: difficulty, max_number, max_total, terms.
+    ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known:
+        difficulty, max_number, max_total, terms.
     """
     if isinstance(name, Mapping):
         if "name" not in name:
-            raise ValueError(f"task: expected a mapping with 'name', got {dict(name)!r}. Known names: {', '.join(SHOWN)}.")
+            raise ValueError(
+                f"task: expected a mapping with 'name', got {dict(name)!r}. Known names:"
+                f" {', '.join(SHOWN)}."
+            )
         return task(**{"reward": reward, **params, **name})
     built = _build(name, params)
     if reward is None:
@@ -87,21 +99,27 @@ def _build(name: str, params: dict[str, Any]) -> Task:
         if key not in known:
             raise ValueError(f"task {name!r} has no parameter {key!r}. {nearest(key, known)}")
     missing = [
-        key for key in known if inspect.signature(maker).parameters[key].default is inspect.Parameter.empty and key not in params
+        key
+        for key in known
+        if inspect.signature(maker).parameters[key].default is inspect.Parameter.empty
+        and key not in params
     ]
     if missing:
         raise ValueError(f"task {name!r} needs the parameter {missing[0]!r}.")
     built = maker(**params)
     if not isinstance(built, Task):
         raise ValueError(
-            f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and reward(prompt, text)."
+            f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and"
+            " reward(prompt, text)."
         )
     return built
 
 
 def _maker(name: str) -> Any:
     if name == "gym":
-        raise ValueError("task 'gym' needs the name of a reasoning-gym dataset, e.g. gym:basic_arithmetic.")
+        raise ValueError(
+            "task 'gym' needs the name of a reasoning-gym dataset, e.g. gym:basic_arithmetic."
+        )
     family = "gym" if name.startswith("gym:") else name
     if family not in BUILT_IN and ":" not in family:
         raise ValueError(f"unknown task {name!r}. {nearest(name, SHOWN)}")
@@ -115,10 +133,15 @@ def _imported(path: str, what: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{what} {path!r}: cannot import {module!r} ({error}). Is it installed or on PYTHONPATH?") from error
+        raise ValueError(
+            f"{what} {path!r}: cannot import {module!r} ({error}). Is it installed or on"
+            " PYTHONPATH?"
+        ) from error
     if not hasattr(found, attribute):
         public = [key for key in vars(found) if not key.startswith("_")]
-        raise ValueError(f"{what} {path!r}: module {module!r} has no {attribute!r}. {nearest(attribute, public)}")
+        raise ValueError(
+            f"{what} {path!r}: module {module!r} has no {attribute!r}. {nearest(attribute, public)}"
+        )
     return getattr(found, attribute)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -28,14 +28,15 @@ class Gym:
 
     Args:
         name: e.g. ``basic_arithmetic``.
-        threshold: scores of at least this much are reward 1.0 and all others 0.0, because some scorers give wrong text a few
+        threshold: scores of at least this much are reward 1.0 and all others 0.0, because some
+            scorers give wrong text a few
             hundredths; None keeps the scores.
         instruction: what the model reads; ``{question}`` stands for the question.
         num_items: questions to draw from.
         params: parameters of the dataset itself, e.g. ``max_terms=3``.
 
-    The scorer gets what stands in the last ``<answer>`` tag, or the whole text if there is none. A question belongs to ``test`` if a
-    hash of its text says so (one in ten).
+    The scorer gets what stands in the last ``<answer>`` tag, or the whole text if there is none. A
+    question belongs to ``test`` if a hash of its text says so (one in ten).
 
     >>> task = Gym("chain_sum")
     >>> prompt = next(task.prompts("train", seed=0))
@@ -56,8 +57,17 @@ class Gym:
             raise ValueError(f"gym: instruction must contain {{question}}, got {instruction!r}.")
         for reserved in ("seed", "size"):
             if reserved in params:
-                raise ValueError(f"gym:{name}: {reserved!r} is not yours to set: the run's seed chooses among num_items questions.")
-        self.name, self.threshold, self.instruction, self.num_items, self.params = name, threshold, instruction, num_items, params
+                raise ValueError(
+                    f"gym:{name}: {reserved!r} is not yours to set: the run's seed chooses among"
+                    " num_items questions."
+                )
+        self.name, self.threshold, self.instruction, self.num_items, self.params = (
+            name,
+            threshold,
+            instruction,
+            num_items,
+            params,
+        )
         self._check_scorer()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,12 +77,20 @@ class Gym:
     @cached_property
     def _dataset(self) -> Any:
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ValueError(f"gym:{self.name} needs reasoning-gym: pip install 'counterpoise[gym]'.")
+            raise ValueError(
+                f"gym:{self.name} needs reasoning-gym: pip install 'counterpoise[gym]'."
+            )
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if self.name not in DATASETS:
-            raise ValueError(f"unknown reasoning-gym dataset {self.name!r}. {nearest(self.name, DATASETS)}")
-        known = [key for key in DATASETS[self.name][1].__dataclass_fields__ if key not in ("seed", "size")]
+            raise ValueError(
+                f"unknown reasoning-gym dataset {self.name!r}. {nearest(self.name, DATASETS)}"
+            )
+        known = [
+            key
+            for key in DATASETS[self.name][1].__dataclass_fields__
+            if key not in ("seed", "size")
+        ]
         for key in self.params:
             if key not in known:
                 raise ValueError(f"gym:{self.name} has no parameter {key!r}. {nearest(key, known)}")
@@ -97,7 +115,10 @@ class Gym:
             if split_of(entry["question"]) == split:
                 text = self.instruction.replace("{question}", entry["question"])
                 return Prompt(f"{self.name}/{index}", text, entry["answer"] or "", {"entry": entry})
-        raise ValueError(f"gym:{self.name}: no {split} question in {MAX_DRAWS} draws; the dataset has too few distinct questions.")
+        raise ValueError(
+            f"gym:{self.name}: no {split} question in {MAX_DRAWS} draws; the dataset has too few"
+            " distinct questions."
+        )
 
     def _check_scorer(self) -> None:
         """Some scorers give full marks to any text; a task like that teaches nothing."""
@@ -107,7 +128,10 @@ class Gym:
         except Exception:
             return  # a scorer that raises on wrong text gives reward 0 in grade
         if score >= (1.0 if self.threshold is None else self.threshold):
-            raise ValueError(f"gym:{self.name} scores the text 'no idea' with {score}: its rewards carry no signal.")
+            raise ValueError(
+                f"gym:{self.name} scores the text 'no idea' with {score}: its rewards carry no"
+                " signal."
+            )
 
 
 def final_answer(text: str) -> str:

@@ -20,7 +20,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -35,12 +35,14 @@ class Jsonl:
         question: the field of the question, or several fields joined by a space.
         answer: the field of the answer.
         answer_after: keep of the answer what follows the last of these marks, e.g. ``####``.
-        answer_regex: keep of the answer the first match (its first group if it has one), e.g. ``[^(]+`` for ``9 (apples)``.
+        answer_regex: keep of the answer the first match (its first group if it has one), e.g.
+            ``[^(]+`` for ``9 (apples)``.
         instruction: what the model reads; ``{question}`` stands for the question.
-        test_path: a second file for the test split; without it a hash of the question puts ``test_frac`` of the rows aside.
+        test_path: a second file for the test split; without it a hash of the question puts
+            ``test_frac`` of the rows aside.
 
-    ``train`` runs over the rows again and again, each time in a new order; ``test`` ends after one pass.
-    """
+    ``train`` runs over the rows again and again, each time in a new order; ``test`` ends after one
+    pass."""
 
     path: str
     question: str | Sequence[str] = "question"
@@ -53,23 +55,38 @@ class Jsonl:
 
     def __post_init__(self) -> None:
         if "{question}" not in self.instruction:
-            raise ValueError(f"jsonl: instruction must contain {{question}}, got {self.instruction!r}.")
+            raise ValueError(
+                f"jsonl: instruction must contain {{question}}, got {self.instruction!r}."
+            )
         if not 0 <= self.test_frac < 1:
-            raise ValueError(f"jsonl: test_frac must be at least 0 and below 1, got {self.test_frac}.")
+            raise ValueError(
+                f"jsonl: test_frac must be at least 0 and below 1, got {self.test_frac}."
+            )
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("task jsonl is graded by math-verify: pip install 'counterpoise[math]'.")
+            raise ValueError(
+                "task jsonl is graded by math-verify: pip install 'counterpoise[math]'."
+            )
         object.__setattr__(self, "_rows", {split: self._split_rows(split) for split in SPLITS})
 
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
-        """The stream of a split from position ``start``: every pass is a permutation drawn from (split, seed, pass)."""
+        """The stream of a split from position ``start``: every pass is a permutation drawn from
+        (split, seed, pass).
+        """
         if split not in SPLITS:
             raise ValueError(f"jsonl: unknown split {split!r}. {nearest(split, SPLITS)}")
         rows = self._rows[split]  # pyright: ignore[reportAttributeAccessIssue]
         if not rows:
-            raise ValueError(f"jsonl: the {split} split of {self.path} has no rows. Change test_frac or give test_path.")
+            raise ValueError(
+                f"jsonl: the {split} split of {self.path} has no rows. Change test_frac or give"
+                " test_path."
+            )
         first, skip = divmod(start, len(rows))
         passes = count(first) if split == "train" else range(first, 1)
-        return islice((row for number in passes for row in _shuffled(rows, f"jsonl/{split}/{seed}/{number}")), skip, None)
+        return islice(
+            (row for number in passes for row in _shuffled(rows, f"jsonl/{split}/{seed}/{number}")),
+            skip,
+            None,
+        )
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if math-verify finds an answer in the text that equals the file's, else 0.0."""
@@ -78,13 +95,21 @@ class Jsonl:
     def _split_rows(self, split: str) -> list[Prompt]:
         if self.test_path is not None:
             return self._read(self.path if split == "train" else self.test_path)
-        return [row for row in self._read(self.path) if _is_test(row.id, self.test_frac) == (split == "test")]
+        return [
+            row
+            for row in self._read(self.path)
+            if _is_test(row.id, self.test_frac) == (split == "test")
+        ]
 
     def _read(self, path: str) -> list[Prompt]:
         if not Path(path).is_file():
             raise ValueError(f"jsonl: no such file: {path}. Give it as task.path.")
         with open(path, encoding="utf-8") as lines:
-            rows = [self._prompt(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+            rows = [
+                self._prompt(f"{path} line {number}", line)
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
         if not rows:
             raise ValueError(f"jsonl: {path} is empty, expected one JSON object a line.")
         return rows
@@ -95,35 +120,51 @@ class Jsonl:
         except json.JSONDecodeError as error:
             raise ValueError(f"jsonl: {where} is not JSON ({error}).") from error
         if not isinstance(row, dict):
-            raise ValueError(f"jsonl: {where} is a {type(row).__name__}, expected an object with fields.")
+            raise ValueError(
+                f"jsonl: {where} is a {type(row).__name__}, expected an object with fields."
+            )
         fields = [self.question] if isinstance(self.question, str) else self.question
         question = " ".join(_field(row, name, "question", where).strip() for name in fields)
         answer = self._final(_field(row, self.answer, "answer", where), where)
-        return Prompt(hashlib.sha256(question.encode()).hexdigest()[:16], self.instruction.replace("{question}", question), answer)
+        return Prompt(
+            hashlib.sha256(question.encode()).hexdigest()[:16],
+            self.instruction.replace("{question}", question),
+            answer,
+        )
 
     def _final(self, answer: str, where: str) -> str:
         if self.answer_after is not None:
             if self.answer_after not in answer:
-                raise ValueError(f"jsonl: {where}: the answer has no {self.answer_after!r} (answer_after): {answer[-60:]!r}.")
+                raise ValueError(
+                    f"jsonl: {where}: the answer has no {self.answer_after!r} (answer_after):"
+                    f" {answer[-60:]!r}."
+                )
             answer = answer.rsplit(self.answer_after, 1)[1]
         if self.answer_regex is not None:
             found = re.search(self.answer_regex, answer)
             if found is None:
-                raise ValueError(f"jsonl: {where}: answer_regex {self.answer_regex!r} finds nothing in {answer[:60]!r}.")
+                raise ValueError(
+                    f"jsonl: {where}: answer_regex {self.answer_regex!r} finds nothing in"
+                    f" {answer[:60]!r}."
+                )
             answer = found[1] if found.re.groups else found[0]
         return answer.strip()
 
 
 def equal_answers(answer: str, text: str) -> bool:
-    r"""Whether math-verify finds in ``text`` (boxed, announced or last) an answer equal to ``answer``.
+    r"""Whether math-verify finds in ``text`` (boxed, announced or last) an answer equal to
+    ``answer``.
 
     >>> equal_answers(r"\frac{1}{2}", "Half of it, so the answer is 0.5.")
     True
     """
     from math_verify import parse, verify
 
-    # its own limits use signal.alarm, which only works in a main thread; graders are timed from outside
-    return verify(list(_parsed_answer(answer)), parse(text, parsing_timeout=None), timeout_seconds=None)  # pyright: ignore[reportArgumentType]
+    # its own limits use signal.alarm, which only works in a main thread; graders are timed from
+    # outside
+    return verify(
+        list(_parsed_answer(answer)), parse(text, parsing_timeout=None), timeout_seconds=None
+    )  # pyright: ignore[reportArgumentType]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -137,7 +178,9 @@ def _parsed_answer(answer: str) -> tuple[Any, ...]:
 
 def _field(row: dict[str, Any], name: str, setting: str, where: str) -> str:
     if name not in row:
-        raise ValueError(f"jsonl: {where} has no field {name!r} (task.{setting}). {nearest(name, row)}")
+        raise ValueError(
+            f"jsonl: {where} has no field {name!r} (task.{setting}). {nearest(name, row)}"
+        )
     return str(row[name])
 
 

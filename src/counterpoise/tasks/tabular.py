@@ -1,9 +1,13 @@
-"""A softmax table over strings: a policy small enough that expectations and gradients are exact. For tests and for teaching.
+"""A softmax table over strings: a policy small enough that expectations and gradients are exact.
 
-The language is every string of ``length`` letters. A context is a prompt and the prefix written so far, a node of a trie, with a row of
-logits of its own; rollouts that share a prefix share those parameters and no others.
+For tests and for teaching.
 
-Axes: C contexts, A letters, P prompts, L letters of a string, M = A^L strings, N rollouts, T = L tokens.
+The language is every string of ``length`` letters. A context is a prompt and the prefix written so
+far, a node of a trie, with a row of logits of its own; rollouts that share a prefix share those
+parameters and no others.
+
+Axes: C contexts, A letters, P prompts, L letters of a string, M = A^L strings, N rollouts, T = L
+    tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -26,7 +30,8 @@ SPLITS = ("train", "test")
 
 @dataclasses.dataclass(frozen=True)
 class Tabular:
-    """Each prompt has a hidden string; the reward is 1 for it and ``partial`` times the share of right letters otherwise.
+    """Each prompt has a hidden string; the reward is 1 for it and ``partial`` times the share of
+    right letters otherwise.
 
     Args:
         alphabet: the letters, each one token.
@@ -51,12 +56,20 @@ class Tabular:
 
     def __post_init__(self) -> None:
         if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:
-            raise ValueError(f"tabular: alphabet needs at least two different letters, got {self.alphabet!r}.")
+            raise ValueError(
+                f"tabular: alphabet needs at least two different letters, got {self.alphabet!r}."
+            )
         if self.length < 1 or self.num_prompts < 1:
-            raise ValueError(f"tabular: length and num_prompts must be at least 1, got {self.length} and {self.num_prompts}.")
+            raise ValueError(
+                f"tabular: length and num_prompts must be at least 1, got {self.length} and"
+                f" {self.num_prompts}."
+            )
 
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
-        """The prompts in turn; ``test`` ends after each came once. The hidden strings depend on the table's sizes, not on the seed."""
+        """The prompts in turn; ``test`` ends after each came once.
+
+        The hidden strings depend on the table's sizes, not on the seed.
+        """
         if split not in SPLITS:
             raise ValueError(f"tabular: unknown split {split!r}. {nearest(split, SPLITS)}")
         positions = count(start) if split == "train" else range(start, self.num_prompts)
@@ -64,7 +77,9 @@ class Tabular:
 
     def prompt(self, number: int) -> Prompt:
         rng = random.Random(f"tabular/{self.alphabet}/{self.length}/{number}")
-        return Prompt(str(number), str(number), "".join(rng.choice(self.alphabet) for _ in range(self.length)))
+        return Prompt(
+            str(number), str(number), "".join(rng.choice(self.alphabet) for _ in range(self.length))
+        )
 
     def reward(self, prompt: Prompt, text: str) -> float:
         if text == prompt.answer:
@@ -81,7 +96,8 @@ class TabularOutput(NamedTuple):
 class TabularPolicy(nn.Module):
     """Softmax table: pi(a | context) = exp(logits[context, a]) / sum_b exp(logits[context, b]).
 
-    Token ids below A are letters; A + p stands for prompt p and comes first in ``input_ids``, so that ``forward`` reads like a causal
+    Token ids below A are letters; A + p stands for prompt p and comes first in ``input_ids``, so
+    that ``forward`` reads like a causal
     LM: the logits at a position are those of the next letter.
 
     >>> policy = TabularPolicy(num_letters=2, length=2)
@@ -89,17 +105,25 @@ class TabularPolicy(nn.Module):
     torch.Size([3, 2])
     """
 
-    def __init__(self, num_letters: int, length: int, num_prompts: int = 1, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        num_letters: int,
+        length: int,
+        num_prompts: int = 1,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         super().__init__()
         self.num_letters, self.length, self.num_prompts = num_letters, length, num_prompts
         self.contexts_per_prompt = sum(num_letters**depth for depth in range(length))
-        self.logits = nn.Parameter(torch.zeros(num_prompts * self.contexts_per_prompt, num_letters, dtype=dtype))
+        self.logits = nn.Parameter(
+            torch.zeros(num_prompts * self.contexts_per_prompt, num_letters, dtype=dtype)
+        )
 
     def context_NT(self, prompt_N: Tensor, token_ids_NT: Tensor) -> Tensor:
         """The row of the table that each token was drawn from.
 
-        Breadth-first numbering: the node of prefix y_1..y_t is first(t) + its value as a number in base A, first(t) = 1 + A + .. + A^(t-1).
-        """
+        Breadth-first numbering: the node of prefix y_1..y_t is first(t) + its value as a number in
+        base A, first(t) = 1 + A + .. + A^(t-1)."""
         node_N = torch.zeros_like(prompt_N)
         nodes = []
         for depth in range(token_ids_NT.shape[1]):
@@ -113,9 +137,13 @@ class TabularPolicy(nn.Module):
         return logp_NTA.gather(2, token_ids_NT[:, :, None])[:, :, 0]
 
     def forward(self, input_ids: Tensor) -> TabularOutput:
-        """Next-letter logits [N, S, A] for prompt token and letters; position L, after the last letter, has none and is not returned."""
+        """Next-letter logits [N, S, A] for prompt token and letters; position L, after the last
+        letter, has none and is not returned.
+        """
         prompt_N, token_ids_NT = input_ids[:, 0] - self.num_letters, input_ids[:, 1:]
-        padded_NT = torch.cat([token_ids_NT, torch.zeros_like(token_ids_NT[:, :1])], 1)[:, : self.length]
+        padded_NT = torch.cat([token_ids_NT, torch.zeros_like(token_ids_NT[:, :1])], 1)[
+            :, : self.length
+        ]
         return TabularOutput(self.logits[self.context_NT(prompt_N, padded_NT)])
 
     @torch.no_grad()
@@ -124,7 +152,9 @@ class TabularPolicy(nn.Module):
         token_ids_NT = torch.zeros(len(prompt_N), self.length, dtype=torch.long)
         for depth in range(self.length):
             context_N = self.context_NT(prompt_N, token_ids_NT)[:, depth]
-            token_ids_NT[:, depth] = torch.multinomial(self.logits[context_N].softmax(-1), 1, generator=generator)[:, 0]
+            token_ids_NT[:, depth] = torch.multinomial(
+                self.logits[context_N].softmax(-1), 1, generator=generator
+            )[:, 0]
         return token_ids_NT
 
 
@@ -137,13 +167,16 @@ def reward_table(task: Tabular) -> Tensor:
     """The reward of every string for every prompt, [P, M], strings in the order of ``all_strings``."""
     strings = ["".join(letters) for letters in itertools.product(task.alphabet, repeat=task.length)]
     prompts = [task.prompt(number) for number in range(task.num_prompts)]
-    return torch.tensor([[task.reward(prompt, text) for text in strings] for prompt in prompts], dtype=torch.float64)
+    return torch.tensor(
+        [[task.reward(prompt, text) for text in strings] for prompt in prompts], dtype=torch.float64
+    )
 
 
 def expected_reward(policy: TabularPolicy, reward_PM: Tensor) -> Tensor:
     """J = 1/P sum_p sum_y pi(y | p) R(p, y), summed over every string; differentiable.
 
-    Its gradient by ``policy.logits`` is the exact policy gradient, 1/P sum_p sum_y pi(y | p) R(p, y) grad log pi(y | p).
+    Its gradient by ``policy.logits`` is the exact policy gradient, 1/P sum_p sum_y pi(y | p) R(p,
+    y) grad log pi(y | p).
 
     >>> policy = TabularPolicy(num_letters=2, length=3)
     >>> round(expected_reward(policy, reward_table(Tabular("ab", length=3))).item(), 6)  # one string of eight

@@ -1,8 +1,8 @@
 """Worker processes for graders that may hang, raise or end their process.
 
-A worker grades one rollout at a time. One that is late is killed from outside, which also ends loops that swallow signals or sit in C
-code, and a new one takes its place. Workers live as long as the caller's process.
-"""
+A worker grades one rollout at a time. One that is late is killed from outside, which also ends
+loops that swallow signals or sit in C code, and a new one takes its place. Workers live as long as
+the caller's process."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ def verdict(task: Any, prompt: Prompt, text: str) -> Verdict:
         value = reward.item() if hasattr(reward, "item") else reward
     except Exception as error:
         # a grader's fault is reported with its rollout; it must not end a run
-        return Verdict(0.0, "failed", f"the grader raised {type(error).__name__}: {str(error)[:200]}")
+        return Verdict(
+            0.0, "failed", f"the grader raised {type(error).__name__}: {str(error)[:200]}"
+        )
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return Verdict(0.0, "failed", f"the grader returned {str(value)[:60]!r}, expected a finite number")
+        return Verdict(
+            0.0, "failed", f"the grader returned {str(value)[:60]!r}, expected a finite number"
+        )
     return Verdict(float(value))
 
 
@@ -79,7 +83,9 @@ def _arm(seconds: float) -> None:
 
 
 class Sent(NamedTuple):
-    """A task as a worker gets it; ``needs_main`` if it, or what the prompts carry for it, is defined in the caller's script."""
+    """A task as a worker gets it; ``needs_main`` if it, or what the prompts carry for it, is
+    defined in the caller's script.
+    """
 
     pickled: bytes
     needs_main: bool
@@ -87,13 +93,19 @@ class Sent(NamedTuple):
 
 def sent(task: Any, pairs: Sequence[tuple[Prompt, str]]) -> Sent:
     pickled = pickle.dumps(task)
-    return Sent(pickled, b"__main__" in pickled or b"__main__" in pickle.dumps([prompt.meta for prompt, _ in pairs]))
+    return Sent(
+        pickled,
+        b"__main__" in pickled or b"__main__" in pickle.dumps([prompt.meta for prompt, _ in pairs]),
+    )
 
 
 @contextmanager
 def main_left_out() -> Iterator[None]:
-    """Processes started in the block do not import the caller's script. They need it only for what is defined there; it may import a
-    whole training stack, once for every worker."""
+    """Processes started in the block do not import the caller's script.
+
+    They need it only for what is defined there; it may import a whole training stack, once for
+    every worker.
+    """
     main = sys.modules["__main__"]
     kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
     try:
@@ -125,9 +137,16 @@ class Worker:
     def _load(self, sent: Sent) -> None:
         try:
             self.connection.send(sent.pickled)
-            fault = self.connection.recv() if self.connection.poll(START_LIMIT_S) else f"no answer within {START_LIMIT_S:.0f} s"
+            fault = (
+                self.connection.recv()
+                if self.connection.poll(START_LIMIT_S)
+                else f"no answer within {START_LIMIT_S:.0f} s"
+            )
         except (EOFError, OSError):
-            fault = "it ended at once; a script that grades needs `if __name__ == '__main__':` around what it runs"
+            fault = (
+                "it ended at once; a script that grades needs `if __name__ == '__main__':` around"
+                " what it runs"
+            )
         if fault:
             self.kill()
             raise ValueError(f"the grading process cannot load the task: {fault}.")
@@ -160,7 +179,9 @@ class Worker:
             return self.connection.recv()
         except (EOFError, OSError):
             self.kill()
-            return Verdict(0.0, "failed", f"the grader ended its process (exit code {self.process.exitcode})")
+            return Verdict(
+                0.0, "failed", f"the grader ended its process (exit code {self.process.exitcode})"
+            )
 
     def kill(self) -> None:
         self.process.kill()
@@ -175,17 +196,22 @@ class Pool:
         self.workers: list[Worker] = []
         self.lock = threading.Lock()
 
-    def verdicts(self, task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int) -> list[Verdict]:
+    def verdicts(
+        self, task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+    ) -> list[Verdict]:
         """The verdicts in the order of the pairs."""
         with self.lock:
             try:
                 return self._verdicts(sent(task, pairs), pairs, time_limit_s, num_workers)
             except BaseException:
-                # a worker may be in the middle of a rollout of this call; its answer must not reach the next one
+                # a worker may be in the middle of a rollout of this call; its answer must not reach
+                # the next one
                 self.close()
                 raise
 
-    def _verdicts(self, sent: Sent, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int) -> list[Verdict]:
+    def _verdicts(
+        self, sent: Sent, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+    ) -> list[Verdict]:
         waiting = list(range(len(pairs)))[::-1]
         found: dict[int, Verdict] = {}
         while len(found) < len(pairs):
@@ -194,7 +220,10 @@ class Pool:
                     item = waiting.pop()
                     self._ready(slot, sent).begin(item, pairs[item], time_limit_s)
             busy = [worker for worker in self.workers if worker.item is not None]
-            wait([worker.connection for worker in busy], max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+            wait(
+                [worker.connection for worker in busy],
+                max(0.0, min(worker.deadline for worker in busy) - time.monotonic()),
+            )
             found.update(done for worker in busy if (done := worker.end(time_limit_s)) is not None)
         return [found[item] for item in range(len(pairs))]
 

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from counterpoise.batches import is_ready
-from counterpoise.build import base, bound
-from counterpoise.methods import Method
-from counterpoise.numerics import derived_seed
-from counterpoise.rollouts import SAMPLED, Policy, Rollouts, encode_prompts, measure, sample
+from counterpoise.catalogue.method import Method
+from counterpoise.maths.reduce import derived_seed
+from counterpoise.plans import is_ready
+from counterpoise.policy import Policy, encode_prompts, measure
+from counterpoise.sampling import SAMPLED, Rollouts, sample
+from counterpoise.stage import base, bound
 from counterpoise.tasks import grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, TokenBatch
 
 
 class Collected(NamedTuple):
-    """A rollout batch with everything that is known of it. ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group."""
+    """A rollout batch with everything that is known of it.
+
+    ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group.
+    """
 
     prompts: list[Prompt]
     prompt_ids: list[list[int]]
@@ -32,8 +36,12 @@ class Collected(NamedTuple):
     grader_messages: list[str]
 
 
-def collect(policy: Policy, task: Any, method: Method, config: Config, step: int, start: int) -> Collected:
-    """Sample and grade one rollout batch; where the plan draws from a buffer, round after round until both signs are there."""
+def collect(
+    policy: Policy, task: Any, method: Method, config: Config, step: int, start: int
+) -> Collected:
+    """Sample and grade one rollout batch; where the plan draws from a buffer, round after round
+    until both signs are there.
+    """
     rounds = [_round(policy, task, method, config, step, start, 0)]
     size = step_size(method, config)
     while size and len(rounds) < config.buffer.max_rounds and not _ready(rounds, size):
@@ -47,19 +55,30 @@ def prompts_from(task: Any, split: str, seed: int, start: int, num: int) -> list
     if not taken:
         raise ConfigError(f"task: no prompts in split {split!r}.")
     while len(taken) < num and split == "train":
-        taken += list(itertools.islice(task.prompts(split, seed, start=start + len(taken)), num - len(taken)))
+        taken += list(
+            itertools.islice(task.prompts(split, seed, start=start + len(taken)), num - len(taken))
+        )
     return taken
 
 
 def check_prompts(policy: Policy, task: Any, config: Config) -> None:
-    """Prompts of the first batch and of the evaluation can be read by the model: a chat template, the length limit, a test split."""
+    """Prompts of the first batch and of the evaluation can be read by the model: a chat template,
+    the length limit, a test split.
+    """
     taken = prompts_from(task, "train", config.seed, 0, config.rollouts.prompts)
     if config.eval.every:
         taken += prompts_from(task, "test", 0, 0, config.eval.prompts)
-    encode_prompts(policy, [p.text for p in taken], chat=config.chat, max_prompt_tokens=config.rollouts.max_prompt_tokens)
+    encode_prompts(
+        policy,
+        [p.text for p in taken],
+        chat=config.chat,
+        max_prompt_tokens=config.rollouts.max_prompt_tokens,
+    )
 
 
-def measured(policy: Policy, method: Method, config: Config, collected: Collected, reference: Any = None) -> Collected:
+def measured(
+    policy: Policy, method: Method, config: Config, collected: Collected, reference: Any = None
+) -> Collected:
     """The batch with the columns that the method needs and the sampler did not give."""
     batch = collected.batch
     missing = {name for name in method.needs if getattr(batch, name, None) is None}
@@ -81,7 +100,10 @@ def measured(policy: Policy, method: Method, config: Config, collected: Collecte
 
 def step_size(method: Method, config: Config) -> int:
     """Rows of the whole rollout batch if the plan draws them from a buffer, else 0."""
-    is_buffer = base(method.planner).__name__ == "reward_balanced" and bound(method.planner).get("mode") == "buffer"
+    is_buffer = (
+        base(method.planner).__name__ == "reward_balanced"
+        and bound(method.planner).get("mode") == "buffer"
+    )
     return config.rollouts.prompts * config.rollouts.group_size if is_buffer else 0
 
 
@@ -110,12 +132,19 @@ def joined(parts: list[Collected]) -> Collected:
 
 
 def stacked(batches: list[TokenBatch]) -> TokenBatch:
-    """The rows of several batches, padded to the widest; sampled columns only, and of the optional ones those that all have."""
+    """The rows of several batches, padded to the widest; sampled columns only, and of the optional
+    ones those that all have.
+    """
     width = max(batch.mask_NT.shape[1] for batch in batches)
 
     def joined_column(name: str) -> Tensor:
         columns = [getattr(batch, name) for batch in batches]
-        return torch.cat([pad(column, (*[0, 0] * (column.dim() - 2), 0, width - column.shape[1])) for column in columns])
+        return torch.cat(
+            [
+                pad(column, (*[0, 0] * (column.dim() - 2), 0, width - column.shape[1]))
+                for column in columns
+            ]
+        )
 
     return TokenBatch(
         token_ids_NT=joined_column("token_ids_NT"),
@@ -125,19 +154,36 @@ def stacked(batches: list[TokenBatch]) -> TokenBatch:
         group_N=torch.cat([batch.group_N for batch in batches]),
         reward_N=torch.cat([batch.reward_N for batch in batches]),
         max_length=batches[0].max_length,
-    ).replace(**{name: joined_column(name) for name in SAMPLED if all(getattr(batch, name) is not None for batch in batches)})
+    ).replace(
+        **{
+            name: joined_column(name)
+            for name in SAMPLED
+            if all(getattr(batch, name) is not None for batch in batches)
+        }
+    )
 
 
 def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
     """The text of every rollout, special tokens left out."""
-    ids = [row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu())]
+    ids = [
+        row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu())
+    ]
     return policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def _round(policy: Policy, task: Any, method: Method, config: Config, step: int, start: int, number: int) -> Collected:
+def _round(
+    policy: Policy, task: Any, method: Method, config: Config, step: int, start: int, number: int
+) -> Collected:
     settings = config.rollouts
-    prompts = prompts_from(task, "train", config.seed, start + number * settings.prompts, settings.prompts)
-    prompt_ids = encode_prompts(policy, [p.text for p in prompts], chat=config.chat, max_prompt_tokens=settings.max_prompt_tokens)
+    prompts = prompts_from(
+        task, "train", config.seed, start + number * settings.prompts, settings.prompts
+    )
+    prompt_ids = encode_prompts(
+        policy,
+        [p.text for p in prompts],
+        chat=config.chat,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
     with autocast(policy.model):
         rollouts = sample(
             policy.model,
@@ -155,7 +201,9 @@ def _round(policy: Policy, task: Any, method: Method, config: Config, step: int,
         )
     texts = responses(policy, rollouts)
     graded = grade(
-        task, [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)], config.grader_time_limit_s
+        task,
+        [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)],
+        config.grader_time_limit_s,
     )
     batch = TokenBatch(
         token_ids_NT=rollouts.token_ids_NT.clone(),
@@ -168,7 +216,9 @@ def _round(policy: Policy, task: Any, method: Method, config: Config, step: int,
     ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
     row_ids = [prompt_ids[p] for p in rollouts.prompt_index_N.tolist()]
     failures = graded.num_failed + graded.num_timed_out
-    return Collected(prompts, row_ids, texts, list(rollouts.stop_reason), batch, failures, list(graded.messages))
+    return Collected(
+        prompts, row_ids, texts, list(rollouts.stop_reason), batch, failures, list(graded.messages)
+    )
 
 
 def _ready(rounds: list[Collected], size: int) -> bool:

@@ -1,4 +1,7 @@
-"""A recipe: YAML, checked before a model loads. Unknown keys are errors with the nearest known name; ``--set a.b=c`` overrides."""
+"""A recipe: YAML, checked before a model loads.
+
+Unknown keys are errors with the nearest known name; ``--set a.b=c`` overrides.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from counterpoise.build import nearest
+from counterpoise.errors import nearest
 
 
 class Section(BaseModel):
@@ -30,11 +33,14 @@ class Rollouts(Section):
 
 
 class Optimizer(Section):
-    """AdamW. ``token_budget`` bounds padded tokens of a micro-batch and never changes a result beyond rounding (None: by the device).
+    """AdamW.
 
-    ``activation_checkpointing`` computes activations again in the backward (less memory, about a third more time); ``compile`` compiles
-    the decoder layers of the update with torch.compile (on a GPU: a minute at the start, faster steps).
-    """
+    ``token_budget`` bounds padded tokens of a micro-batch and never changes a result beyond
+    rounding (None: by the device).
+
+    ``activation_checkpointing`` computes activations again in the backward (less memory, about a
+    third more time); ``compile`` compiles the decoder layers of the update with torch.compile (on a
+    GPU: a minute at the start, faster steps)."""
 
     lr: float = Field(default=3e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -50,7 +56,10 @@ class Optimizer(Section):
 
 
 class Eval(Section):
-    """Held-out evaluation; ``every: 0`` switches it off. Sampled at ``temperature`` (0 is greedy), ``samples`` a prompt."""
+    """Held-out evaluation; ``every: 0`` switches it off.
+
+    Sampled at ``temperature`` (0 is greedy), ``samples`` a prompt.
+    """
 
     every: int = Field(default=20, ge=0)
     prompts: int = Field(default=200, ge=1)
@@ -59,10 +68,12 @@ class Eval(Section):
 
 
 class Ledger(Section):
-    """``every: 0`` switches the ledger off. ``decompose``: classes of tokens whose part in every change is told apart.
+    """``every: 0`` switches the ledger off.
 
-    ``bank``: prompts with two verified solutions or more among which solution drift is followed; 0 follows none.
-    """
+    ``decompose``: classes of tokens whose part in every change is told apart.
+
+    ``bank``: prompts with two verified solutions or more among which solution drift is followed; 0
+    follows none."""
 
     every: int = Field(default=10, ge=0)
     decompose: list[str] = ["sign"]
@@ -77,17 +88,24 @@ class Lora(Section):
 
 
 class Buffer(Section):
-    """reward_balanced, mode buffer: sampling rounds with the policy frozen until the minority sign is large enough."""
+    """reward_balanced, mode buffer: sampling rounds with the policy frozen until the minority sign
+    is large enough.
+    """
 
     max_rounds: int = Field(default=10, ge=1)
 
 
 class Corrections(Section):
-    """IBPO's generate mode: the policy corrects its failed answers; ``samples`` corrections each, the best verified one is kept."""
+    """IBPO's generate mode: the policy corrects its failed answers; ``samples`` corrections each,
+    the best verified one is kept.
+    """
 
     samples: int = Field(default=2, ge=1)
     edit_cost: float = Field(default=0.1, ge=0)
-    template: str = "{prompt}\n\nA wrong answer:\n{failed}\n\nA correct answer to learn from:\n{reference}\n\nCorrected answer:\n"
+    template: str = (
+        "{prompt}\n\nA wrong answer:\n{failed}\n\nA correct answer to learn"
+        " from:\n{reference}\n\nCorrected answer:\n"
+    )
 
 
 class Config(Section):
@@ -119,8 +137,14 @@ class Config(Section):
 
     @property
     def token_budget(self) -> int:
-        """Padded tokens of a micro-batch: small on a CPU, whose caches are small; large on an accelerator, which idles otherwise."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        """Padded tokens of a micro-batch: small on a CPU, whose caches are small; large on an
+        accelerator, which idles otherwise.
+        """
+        device = (
+            ("cuda" if torch.cuda.is_available() else "cpu")
+            if self.device == "auto"
+            else self.device
+        )
         return self.optimizer.token_budget or (2048 if device == "cpu" else 32768)
 
     @field_validator("task", "method", mode="before")
@@ -149,7 +173,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a recipe, apply ``a.b=c`` overrides (values are YAML), check it."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"config: no file {str(path)!r}. Recipes are in recipes/, for example recipes/demo.yaml.")
+        raise ConfigError(
+            f"config: no file {str(path)!r}. Recipes are in recipes/, for example"
+            " recipes/demo.yaml."
+        )
     try:
         raw = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
@@ -202,6 +229,18 @@ def _first_fault(error: ValidationError) -> str:
         section: Any = Config
         for part in fault["loc"][:-1]:
             section = section.model_fields[str(part)].annotation
-            section = next((s for s in getattr(section, "__args__", ()) if isinstance(s, type) and issubclass(s, Section)), section)
-        return f"config: unknown key {where!r}. {nearest(str(fault['loc'][-1]), section.model_fields)}"
-    return f"config: {where}: {fault['msg'].removeprefix('Value error, ')}, got {fault.get('input')!r}."
+            section = next(
+                (
+                    s
+                    for s in getattr(section, "__args__", ())
+                    if isinstance(s, type) and issubclass(s, Section)
+                ),
+                section,
+            )
+        return (
+            f"config: unknown key {where!r}. {nearest(str(fault['loc'][-1]), section.model_fields)}"
+        )
+    return (
+        f"config: {where}: {fault['msg'].removeprefix('Value error, ')}, got"
+        f" {fault.get('input')!r}."
+    )

@@ -1,9 +1,10 @@
-"""IBPO's generate mode: the policy corrects its failed answers, and verified corrections join the group (arXiv 2605.16302).
+"""IBPO's generate mode: the policy corrects its failed answers, and verified corrections join the
+group (arXiv 2605.16302).
 
-The rule ``edits`` then pairs each failed rollout with its nearest correct one, which is as a rule the correction made from it. A
-correction is off-policy: it was sampled from the prompt with hints and is scored under the plain prompt, once, here.
-Reads the paper as: the best verified correction by reward - edit_cost * normalised edit distance is kept, one a failed rollout.
-"""
+The rule ``edits`` then pairs each failed rollout with its nearest correct one, which is as a rule
+the correction made from it. A correction is off-policy: it was sampled from the prompt with hints
+and is scored under the plain prompt, once, here. Reads the paper as: the best verified correction
+by reward - edit_cost * normalised edit distance is kept, one a failed rollout."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from counterpoise.credit import edit_distance, nearest_correct
-from counterpoise.numerics import derived_seed
-from counterpoise.rollouts import Policy, encode_prompts, measure, sample
+from counterpoise.maths.reduce import derived_seed
+from counterpoise.policy import Policy, encode_prompts, measure
+from counterpoise.sampling import sample
 from counterpoise.tasks import grade
 from counterpoise.trainer.collect import Collected, autocast, responses, stacked
 from counterpoise.trainer.config import Config
@@ -22,8 +24,12 @@ from counterpoise.types import TokenBatch
 CORRECT = 0.5  # rewards above are correct
 
 
-def corrected(policy: Policy, task: Any, config: Config, step: int, collected: Collected) -> Collected:
-    """The batch with verified corrections appended as further rollouts of their groups; unchanged where the recipe has no ``corrections``."""
+def corrected(
+    policy: Policy, task: Any, config: Config, step: int, collected: Collected
+) -> Collected:
+    """The batch with verified corrections appended as further rollouts of their groups; unchanged
+    where the recipe has no ``corrections``.
+    """
     if config.corrections is None:
         return collected
     pairs = failed_with_reference(collected)
@@ -32,14 +38,20 @@ def corrected(policy: Policy, task: Any, config: Config, step: int, collected: C
     rollouts, texts = _sampled(policy, config, step, collected, pairs)
     owner = [pairs[i][0] for i in rollouts.prompt_index_N.tolist()]
     group = collected.batch.group_N.tolist()
-    graded = grade(task, [(collected.prompts[group[row]], text) for row, text in zip(owner, texts)], config.grader_time_limit_s)
+    graded = grade(
+        task,
+        [(collected.prompts[group[row]], text) for row, text in zip(owner, texts)],
+        config.grader_time_limit_s,
+    )
     kept = _best(collected, rollouts, owner, graded.reward, config.corrections.edit_cost)
     failures = collected.num_grader_failures + graded.num_failed + graded.num_timed_out
     if not kept:
         return collected._replace(num_grader_failures=failures)
     pick = torch.tensor(kept, device=rollouts.mask_NT.device)
     rows = [owner[k] for k in kept]
-    batch = _scored(policy, config, collected, rollouts, pick, rows, [graded.reward[k] for k in kept])
+    batch = _scored(
+        policy, config, collected, rollouts, pick, rows, [graded.reward[k] for k in kept]
+    )
     return collected._replace(
         batch=stacked([collected.batch, batch]),
         prompt_ids=collected.prompt_ids + [collected.prompt_ids[row] for row in rows],
@@ -52,7 +64,11 @@ def corrected(policy: Policy, task: Any, config: Config, step: int, collected: C
 def failed_with_reference(collected: Collected) -> list[tuple[int, int]]:
     """(failed rollout, nearest correct sibling) for every failed rollout that has one."""
     batch = collected.batch
-    ids, reward, group = response_ids(batch.token_ids_NT, batch.mask_NT), batch.reward_N.tolist(), batch.group_N.tolist()
+    ids, reward, group = (
+        response_ids(batch.token_ids_NT, batch.mask_NT),
+        batch.reward_N.tolist(),
+        batch.group_N.tolist(),
+    )
     correct: dict[int, list[int]] = {}
     for row in range(len(ids)):
         if reward[row] > CORRECT:
@@ -76,7 +92,9 @@ def _sampled(
     settings, group = config.rollouts, collected.batch.group_N.tolist()
     asked = [
         config.corrections.template.format(
-            prompt=collected.prompts[group[row]].text, failed=collected.texts[row], reference=collected.texts[sibling]
+            prompt=collected.prompts[group[row]].text,
+            failed=collected.texts[row],
+            reference=collected.texts[sibling],
         )
         for row, sibling in pairs
     ]
@@ -97,7 +115,9 @@ def _sampled(
     return rollouts, responses(policy, rollouts)
 
 
-def _best(collected: Collected, rollouts: Any, owner: list[int], reward: list[float], edit_cost: float) -> list[int]:
+def _best(
+    collected: Collected, rollouts: Any, owner: list[int], reward: list[float], edit_cost: float
+) -> list[int]:
     failed = response_ids(collected.batch.token_ids_NT, collected.batch.mask_NT)
     corrections = response_ids(rollouts.token_ids_NT, rollouts.mask_NT)
     best: dict[int, tuple[float, int]] = {}
@@ -111,9 +131,17 @@ def _best(collected: Collected, rollouts: Any, owner: list[int], reward: list[fl
 
 
 def _scored(
-    policy: Policy, config: Config, collected: Collected, rollouts: Any, pick: torch.Tensor, rows: list[int], reward: list[float]
+    policy: Policy,
+    config: Config,
+    collected: Collected,
+    rollouts: Any,
+    pick: torch.Tensor,
+    rows: list[int],
+    reward: list[float],
 ) -> TokenBatch:
-    """Corrections under the plain prompt: their sampler log-probs are those of the policy there, so that ratios start at 1."""
+    """Corrections under the plain prompt: their sampler log-probs are those of the policy there, so
+    that ratios start at 1.
+    """
     token_ids_NT, mask_NT = rollouts.token_ids_NT[pick].clone(), rollouts.mask_NT[pick].clone()
     with autocast(policy.model):
         columns = measure(

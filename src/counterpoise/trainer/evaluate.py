@@ -1,4 +1,6 @@
-"""Held-out evaluation: avg@k, greedy, unbiased pass@k, bootstrap intervals, paired comparison on the same prompts."""
+"""Held-out evaluation: avg@k, greedy, unbiased pass@k, bootstrap intervals, paired comparison on
+the same prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from counterpoise.numerics import derived_seed
-from counterpoise.rollouts import Policy, encode_prompts, sample
+from counterpoise.maths.reduce import derived_seed
+from counterpoise.policy import Policy, encode_prompts
+from counterpoise.sampling import sample
 from counterpoise.tasks import grade
 from counterpoise.trainer.collect import autocast, prompts_from, responses
 from counterpoise.trainer.config import Config
@@ -47,10 +50,18 @@ def evaluate(
     split: str = "test",
     seed: int = 0,
 ) -> Evaluation:
-    """Sample held-out prompts and grade them; ``temperature`` 0 is greedy. The same ``seed`` takes the same prompts and random streams."""
+    """Sample held-out prompts and grade them; ``temperature`` 0 is greedy.
+
+    The same ``seed`` takes the same prompts and random streams.
+    """
     taken = prompts_from(task, split, seed, 0, prompts)
     settings = config.rollouts
-    prompt_ids = encode_prompts(policy, [p.text for p in taken], chat=config.chat, max_prompt_tokens=settings.max_prompt_tokens)
+    prompt_ids = encode_prompts(
+        policy,
+        [p.text for p in taken],
+        chat=config.chat,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
     with autocast(policy.model):
         rollouts = sample(
             policy.model,
@@ -65,7 +76,9 @@ def evaluate(
         )
     texts = responses(policy, rollouts)
     pairs = [(taken[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
-    reward_PK = np.array(grade(task, pairs, config.grader_time_limit_s).reward).reshape(len(taken), samples)
+    reward_PK = np.array(grade(task, pairs, config.grader_time_limit_s).reward).reshape(
+        len(taken), samples
+    )
     return Evaluation(
         reward_PK=reward_PK,
         accuracy=interval(reward_PK.mean(1), seed),
@@ -85,15 +98,25 @@ def interval(value_P: np.ndarray, seed: int = 0) -> Interval:
     if np.ptp(value_P) == 0:
         return Interval(mean, mean, mean)
     rng = np.random.default_rng(seed)
-    result = stats.bootstrap((value_P,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=rng)
-    return Interval(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
+    result = stats.bootstrap(
+        (value_P,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=rng,
+    )
+    return Interval(
+        mean, float(result.confidence_interval.low), float(result.confidence_interval.high)
+    )
 
 
 def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) -> Interval:
     """Mean of b - a over the same prompts: the paired interval."""
     if len(reward_a_PK) != len(reward_b_PK):
         raise ValueError(
-            f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison needs the same prompts."
+            f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison"
+            " needs the same prompts."
         )
     return interval(reward_b_PK.mean(1) - reward_a_PK.mean(1), seed)
 
@@ -107,7 +130,9 @@ def pass_at_k(is_correct_PK: np.ndarray, k: int) -> float:
     n = is_correct_PK.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"pass_at_k: k must be between 1 and the {n} samples a prompt, got {k}.")
-    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in is_correct_PK.sum(1)]))
+    return float(
+        np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in is_correct_PK.sum(1)])
+    )
 
 
 def powers_of_two(top: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""The loop: prompts -> rollouts -> rewards -> advantages -> token credit -> plan -> loss -> update -> ledger, as one straight line."""
+"""The loop: prompts -> rollouts -> rewards -> advantages -> token credit -> plan -> loss -> update
+-> ledger, as one straight line.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from counterpoise.files import append_json, read_jsonl, step_file, write_json
-from counterpoise.ledger.classes import check_axes
-from counterpoise.methods import Method
-from counterpoise.presets import method as make_method
-from counterpoise.rollouts import Policy, add_lora, load_model
-from counterpoise.schema import SCHEMA_VERSION
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.presets import method as make_method
+from counterpoise.ledger.measures.classes import check_axes
+from counterpoise.ledger.recorder import observe
+from counterpoise.policy import Policy, add_lora, load_model
+from counterpoise.run import checkpoint
+from counterpoise.run import folder as run_folder
+from counterpoise.run.checkpoint import LoopState
+from counterpoise.run.files import append_json, read_jsonl, step_file, write_json
+from counterpoise.run.rollouts import write_rollouts
+from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer import checkpoint, run_folder
-from counterpoise.trainer.checkpoint import LoopState
 from counterpoise.trainer.collect import Collected, check_prompts, collect, measured
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.corrections import corrected
 from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
 from counterpoise.trainer.metrics import step_metrics
-from counterpoise.trainer.observe import observe
 from counterpoise.trainer.progress import Progress
-from counterpoise.trainer.store import write_rollouts
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import Update, adamw, learning_rate, prepare_update, take_step
 
 
 class Result(NamedTuple):
-    """How a run ended. ``first`` and ``last`` are held-out accuracies, None where evaluation is off."""
+    """How a run ended.
+
+    ``first`` and ``last`` are held-out accuracies, None where evaluation is off.
+    """
 
     run_dir: Path
     step: int
@@ -42,12 +48,15 @@ class Result(NamedTuple):
     last: Interval | None
 
 
-def train(config: Config, *, resume: bool = False, fresh: bool = False, progress: Progress | None = None) -> Result:
+def train(
+    config: Config, *, resume: bool = False, fresh: bool = False, progress: Progress | None = None
+) -> Result:
     """Train a policy by the recipe; everything that happened is in the run folder.
 
     Args:
         config: a checked recipe (``load_config``).
-        resume: continue the run in ``config.run_dir`` from its last checkpoint, bit-identically on CPU.
+        resume: continue the run in ``config.run_dir`` from its last checkpoint, bit-identically on
+            CPU.
         fresh: replace a run that is there.
     """
     run_dir = Path(config.run_dir)
@@ -79,7 +88,9 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
             clock.mark("measure_s")
 
             credit = method.assign(collected.batch, state.method, seed=config.seed, step=step)
-            plan = method.plan(collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step)
+            plan = method.plan(
+                collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step
+            )
             clock.mark("credit_s")
 
             updates: list[Update] = []
@@ -88,19 +99,34 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, progress
                     set_rate(optimizer, config, state.num_updates + len(updates))
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
-                    updates.append(take_step(policy.model, optimizer, method, rows, collected, config))
+                    updates.append(
+                        take_step(policy.model, optimizer, method, rows, collected, config)
+                    )
                     ledger.after(updates[-1])
             clock.mark("update_s")
 
             state = advanced(state, collected, num_prompts, credit.state, updates, ledger.state)
-            metrics = {"step": step, **step_metrics(collected, credit, plan, updates), **ledger.metrics}
-            if config.eval.every and (state.step % config.eval.every == 0 or state.step == config.num_steps):
+            metrics = {
+                "step": step,
+                **step_metrics(collected, credit, plan, updates),
+                **ledger.metrics,
+            }
+            if config.eval.every and (
+                state.step % config.eval.every == 0 or state.step == config.num_steps
+            ):
                 metrics |= evaluated(run_dir, state.step, policy, task, config)
             clock.mark("eval_s")
 
             write_step(run_dir, config, step, collected, credit, plan.manifest, metrics, clock)
             is_due = bool(config.checkpoint_every) and state.step % config.checkpoint_every == 0
-            save(run_dir, policy, optimizer, state, config, always=is_due or bool(stop) or state.step == config.num_steps)
+            save(
+                run_dir,
+                policy,
+                optimizer,
+                state,
+                config,
+                always=is_due or bool(stop) or state.step == config.num_steps,
+            )
             for tracker in trackers:
                 tracker.log(step, {**metrics, **clock.seconds})
             progress.show(step, metrics, clock.seconds)
@@ -127,9 +153,16 @@ def check_groups(method: Method, config: Config) -> None:
 
 def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
     """The policy, and a frozen copy of it where the method needs a reference."""
-    device, dtype = device_of(config), torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    device, dtype = (
+        device_of(config),
+        torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+    )
     policy = load_model(config.model, dtype=dtype, device=device)
-    reference = load_model(config.model, dtype=dtype, device=device).model if "ref_logp_NT" in method.needs else None
+    reference = (
+        load_model(config.model, dtype=dtype, device=device).model
+        if "ref_logp_NT" in method.needs
+        else None
+    )
     if reference is not None:
         reference.requires_grad_(False)
     if config.lora:
@@ -144,7 +177,12 @@ def device_of(config: Config) -> torch.device:
 
 
 def start(
-    run_dir: Path, config: Config, method: Method, policy: Policy, optimizer: torch.optim.Optimizer, resume: bool
+    run_dir: Path,
+    config: Config,
+    method: Method,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    resume: bool,
 ) -> LoopState:
     """A new run folder, or the state of the last checkpoint with everything after it forgotten."""
     found = checkpoint.checkpoints(run_dir) if resume else []
@@ -153,18 +191,27 @@ def start(
         run_folder.rewind(run_dir, state.step)
         return state
     torch.manual_seed(config.seed)
-    run_folder.create(run_dir, config, run_folder.facts(config, policy.model.device, method.describe()))
+    run_folder.create(
+        run_dir, config, run_folder.facts(config, policy.model.device, method.describe())
+    )
     return LoopState()
 
 
 def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> None:
-    rate = learning_rate(config.optimizer, update, config.num_steps * config.optimizer.steps_per_batch)
+    rate = learning_rate(
+        config.optimizer, update, config.num_steps * config.optimizer.steps_per_batch
+    )
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def advanced(
-    state: LoopState, collected: Collected, num_prompts: int, method_state: Any, updates: list[Update], ledger_state: Any
+    state: LoopState,
+    collected: Collected,
+    num_prompts: int,
+    method_state: Any,
+    updates: list[Update],
+    ledger_state: Any,
 ) -> LoopState:
     """The state after one rollout batch."""
     return LoopState(
@@ -178,14 +225,27 @@ def advanced(
     )
 
 
-def evaluated(run_dir: Path, step: int, policy: Policy, task: Any, config: Config) -> dict[str, float]:
-    """Held-out numbers after ``step`` rollout batches; rewards of every prompt go to ``evals.jsonl``. Empty if evaluation is off."""
+def evaluated(
+    run_dir: Path, step: int, policy: Policy, task: Any, config: Config
+) -> dict[str, float]:
+    """Held-out numbers after ``step`` rollout batches; rewards of every prompt go to
+    ``evals.jsonl``. Empty if evaluation is off.
+    """
     if not config.eval.every:
         return {}
     settings = config.eval
-    out = evaluate(policy, task, config, prompts=settings.prompts, samples=settings.samples, temperature=settings.temperature)
+    out = evaluate(
+        policy,
+        task,
+        config,
+        prompts=settings.prompts,
+        samples=settings.samples,
+        temperature=settings.temperature,
+    )
     numbers = eval_metrics(out)
-    append_json(run_dir / "evals.jsonl", {"step": step, **numbers, "reward_PK": out.reward_PK.tolist()})
+    append_json(
+        run_dir / "evals.jsonl", {"step": step, **numbers, "reward_PK": out.reward_PK.tolist()}
+    )
     return numbers
 
 
@@ -202,23 +262,48 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def write_step(
-    run_dir: Path, config: Config, step: int, collected: Collected, credit: Any, manifest: Any, metrics: Any, clock: Clock
+    run_dir: Path,
+    config: Config,
+    step: int,
+    collected: Collected,
+    credit: Any,
+    manifest: Any,
+    metrics: Any,
+    clock: Clock,
 ) -> None:
     """The step's files; metrics last, so that a step in ``metrics.jsonl`` has all its files."""
     if config.save_rollouts_every and step % config.save_rollouts_every == 0:
         write_rollouts(step_file(run_dir, "rollouts", step, ".parquet"), step, collected, credit)
-    write_json(step_file(run_dir, "plan", step, ".json"), {"schema_version": SCHEMA_VERSION, **manifest})
+    write_json(
+        step_file(run_dir, "plan", step, ".json"), {"schema_version": SCHEMA_VERSION, **manifest}
+    )
     tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"], 1e-9)
-    append_json(run_dir / "timing.jsonl", {"step": step, **clock.seconds, "sample_tokens_per_s": tokens_per_s})
+    append_json(
+        run_dir / "timing.jsonl",
+        {"step": step, **clock.seconds, "sample_tokens_per_s": tokens_per_s},
+    )
     append_json(run_dir / "metrics.jsonl", metrics)
 
 
 def save(
-    run_dir: Path, policy: Policy, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, always: bool
+    run_dir: Path,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    state: LoopState,
+    config: Config,
+    *,
+    always: bool,
 ) -> None:
     is_kept = bool(config.keep_every) and state.step % config.keep_every == 0
     if always or is_kept:
-        checkpoint.save(run_dir, policy, optimizer, state, keep=config.keep_checkpoints, keep_every=config.keep_every)
+        checkpoint.save(
+            run_dir,
+            policy,
+            optimizer,
+            state,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+        )
 
 
 class Clock:
@@ -235,7 +320,9 @@ class Clock:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its step, writes a checkpoint and leaves."""
+    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its step, writes a
+    checkpoint and leaves.
+    """
     received: list[int] = []
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,7 @@
-"""The numbers of a step, from the tensors of the step. Every key is explained in docs/metrics.md."""
+"""The numbers of a step, from the tensors of the step.
+
+Every key is explained in docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ from typing import Any
 
 import torch
 
-from counterpoise.batches import audit
-from counterpoise.numerics import groups, masked_mean
+from counterpoise.maths.reduce import groups, masked_mean
+from counterpoise.plans import audit
 from counterpoise.trainer.collect import Collected
 from counterpoise.trainer.update import Update
 from counterpoise.types import Credit, Plan
 
 
-def step_metrics(collected: Collected, credit: Credit, plan: Plan, updates: list[Update]) -> dict[str, float]:
+def step_metrics(
+    collected: Collected, credit: Credit, plan: Plan, updates: list[Update]
+) -> dict[str, float]:
     """Rollouts, credit, plan and updates of one rollout batch, flat."""
     return {
         **rollout_metrics(collected),
@@ -33,7 +38,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "reward/constant_group_frac": float(is_constant_N.float().mean()),
         "rollouts/num": batch.num_rollouts,
         "rollouts/length": float(batch.length_N.float().mean()),
-        "rollouts/cut_frac": sum(reason == "length" for reason in collected.stop_reason) / batch.num_rollouts,
+        "rollouts/cut_frac": sum(reason == "length" for reason in collected.stop_reason)
+        / batch.num_rollouts,
         "rollouts/num_tokens": int(batch.mask_NT.sum()),
         "entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT)),
         "grader/num_failures": collected.num_grader_failures,

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 
 from counterpoise.trainer.config import Config
@@ -26,11 +32,23 @@ class Progress:
     @contextmanager
     def open(self, config: Config, step: int) -> Iterator[Progress]:
         text = TextColumn("{task.fields[numbers]}")
-        columns = ("step", MofNCompleteColumn(), BarColumn(bar_width=20), text, TimeElapsedColumn(), "left", TimeRemainingColumn())
+        columns = (
+            "step",
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            text,
+            TimeElapsedColumn(),
+            "left",
+            TimeRemainingColumn(),
+        )
         self.every = max(1, config.num_steps // LINES)
-        self.bar = Bar(*columns, console=self.console, disable=self.quiet or not self.console.is_terminal)
+        self.bar = Bar(
+            *columns, console=self.console, disable=self.quiet or not self.console.is_terminal
+        )
         with self.bar:
-            self.task = self.bar.add_task("train", total=config.num_steps, completed=step, numbers="starting")
+            self.task = self.bar.add_task(
+                "train", total=config.num_steps, completed=step, numbers="starting"
+            )
             yield self
 
     def show(self, step: int, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
@@ -42,4 +60,6 @@ class Progress:
         numbers = f"reward {reward:.3f}{held_out} entropy {entropy:.3f} {speed:,.0f} tokens/s"
         self.bar.update(self.task, completed=step + 1, numbers=numbers)
         if not self.quiet and not self.console.is_terminal and (step + 1) % self.every == 0:
-            self.console.print(f"step {step + 1}: {numbers}, {sum(seconds.values()):.1f} s a step", highlight=False)
+            self.console.print(
+                f"step {step + 1}: {numbers}, {sum(seconds.values()):.1f} s a step", highlight=False
+            )

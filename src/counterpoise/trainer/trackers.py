@@ -42,7 +42,12 @@ def _tensorboard(config: Config, run_dir: Path, step: int) -> Tracker:
 
 
 def _wandb(config: Config, run_dir: Path, step: int) -> Tracker:
-    return _run_tracker(_installed("wandb"), config, run_dir, {"resume": "allow", "id": run_dir.name, "dir": str(run_dir)})
+    return _run_tracker(
+        _installed("wandb"),
+        config,
+        run_dir,
+        {"resume": "allow", "id": run_dir.name, "dir": str(run_dir)},
+    )
 
 
 def _trackio(config: Config, run_dir: Path, step: int) -> Tracker:
@@ -50,7 +55,9 @@ def _trackio(config: Config, run_dir: Path, step: int) -> Tracker:
 
 
 def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str, Any]) -> Tracker:
-    run = package.init(project=config.project, name=run_dir.name, config=config.model_dump(mode="json"), **options)
+    run = package.init(
+        project=config.project, name=run_dir.name, config=config.model_dump(mode="json"), **options
+    )
     return Tracker(lambda at, numbers: run.log(numbers, step=at), run.finish)
 
 
@@ -58,7 +65,13 @@ def _installed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"trackers: {name!r} is not installed. pip install {name}, or take it out of trackers.") from None
+        raise ConfigError(
+            f"trackers: {name!r} is not installed. pip install {name}, or take it out of trackers."
+        ) from None
 
 
-OPENERS: dict[str, Callable[[Config, Path, int], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+OPENERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}

@@ -12,21 +12,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from counterpoise.methods import Method
-from counterpoise.rollouts import measure, token_logp
-from counterpoise.rollouts.backbone import backbone
-from counterpoise.rollouts.logp import reads_prompts_once
-from counterpoise.rollouts.pack import kernels_without_plans, response_lengths, row_buckets
+from counterpoise.catalogue.method import Method
+from counterpoise.policy import measure, token_logp
+from counterpoise.policy.backbone import backbone
+from counterpoise.policy.logp import reads_prompts_once
+from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.trainer")
-_FITS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # token budgets that were found by running out of memory
+_FITS: WeakKeyDictionary[Any, int] = (
+    WeakKeyDictionary()
+)  # token budgets that were found by running out of memory
 
 
 class Update(NamedTuple):
-    """An optimizer step as it was: the tensors the loss used and returned, for all rows of the step."""
+    """An optimizer step as it was: the tensors the loss used and returned, for all rows of the
+    step.
+    """
 
     rows: Rows
     trainer_logp_NT: Tensor
@@ -37,40 +41,68 @@ class Update(NamedTuple):
 
 
 def take_step(
-    model: Any, optimizer: torch.optim.Optimizer, method: Method, rows: Rows, collected: Collected, config: Config
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    rows: Rows,
+    collected: Collected,
+    config: Config,
 ) -> Update:
-    """Accumulate the gradient of the step's rows over micro-batches, clip it, step. The cut into micro-batches changes no result."""
+    """Accumulate the gradient of the step's rows over micro-batches, clip it, step.
+
+    The cut into micro-batches changes no result.
+    """
     rows = prepared(model, method, rows, collected, config)
     cuts, parts = accumulated(model, optimizer, method, rows, collected, config)
     order_R = torch.cat(cuts).argsort()
     logp_NT, *columns = (torch.cat(column)[order_R] for column in zip(*parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    grad_norm = float(
+        torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    )
     clip_factor = clip_(parameters, grad_norm, config.optimizer.clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return Update(rows, logp_NT, TokenLoss(*columns), grad_norm, clip_factor, optimizer.param_groups[0]["lr"])
+    return Update(
+        rows, logp_NT, TokenLoss(*columns), grad_norm, clip_factor, optimizer.param_groups[0]["lr"]
+    )
 
 
 def accumulated(
-    model: Any, optimizer: torch.optim.Optimizer, method: Method, rows: Rows, collected: Collected, config: Config
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    rows: Rows,
+    collected: Collected,
+    config: Config,
 ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-    """The step's gradient in the parameters; its micro-batches and their columns. Out of memory, it begins again with half the budget."""
+    """The step's gradient in the parameters; its micro-batches and their columns.
+
+    Out of memory, it begins again with half the budget.
+    """
     while True:
         budget = budget_that_fits(model, config)
         cuts = micro_batches(model, rows, collected, budget)
         try:
-            return cuts, [micro_gradient(model, method, rows.select(pick_R), collected, config) for pick_R in cuts]
+            return cuts, [
+                micro_gradient(model, method, rows.select(pick_R), collected, config)
+                for pick_R in cuts
+            ]
         except torch.OutOfMemoryError as error:
             if len(cuts) == len(rows.row_R):
                 raise ValueError(
-                    "update: no memory for a single rollout. Set optimizer.activation_checkpointing to true, or lower "
-                    f"rollouts.max_new_tokens (now {config.rollouts.max_new_tokens})."
+                    "update: no memory for a single rollout. Set"
+                    " optimizer.activation_checkpointing to true, or lower rollouts.max_new_tokens"
+                    f" (now {config.rollouts.max_new_tokens})."
                 ) from error
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         _FITS[model] = budget // 2
-        log.warning("update: no memory for micro-batches of %d tokens; set optimizer.token_budget to %d.", budget, budget // 2)
+        log.warning(
+            "update: no memory for micro-batches of %d tokens; set optimizer.token_budget to %d.",
+            budget,
+            budget // 2,
+        )
 
 
 def budget_that_fits(model: Any, config: Config) -> int:
@@ -78,9 +110,13 @@ def budget_that_fits(model: Any, config: Config) -> int:
     return min(config.token_budget, _FITS.get(model, config.token_budget))
 
 
-def micro_gradient(model: Any, method: Method, micro: Rows, collected: Collected, config: Config) -> tuple[Tensor, ...]:
+def micro_gradient(
+    model: Any, method: Method, micro: Rows, collected: Collected, config: Config
+) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
-    with kernels_without_plans():  # the backward too: it may compute layers again, and must do so with the same kernels
+    with (
+        kernels_without_plans()
+    ):  # the backward too: it may compute layers again, and must do so with the same kernels
         with autocast(model), recomputing(model, config.optimizer):
             trainer_logp_NT = token_logp(
                 model,
@@ -95,7 +131,9 @@ def micro_gradient(model: Any, method: Method, micro: Rows, collected: Collected
 
 
 def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:
-    """Rows with what the loss must know of the whole step; one no-grad forward where the method asks for it."""
+    """Rows with what the loss must know of the whole step; one no-grad forward where the method
+    asks for it.
+    """
     if not method.needs_step_logp:
         return rows
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
@@ -121,10 +159,15 @@ def micro_batches(model: Any, rows: Rows, collected: Collected, token_budget: in
 
 
 def prepare_update(model: Any, settings: Optimizer) -> Any:
-    """The model with its decoder layers compiled or able to compute activations again, as the recipe says."""
+    """The model with its decoder layers compiled or able to compute activations again, as the
+    recipe says.
+    """
     if settings.activation_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(f"optimizer.activation_checkpointing: {type(model).__name__} does not support it. Set it to false.")
+            raise ConfigError(
+                f"optimizer.activation_checkpointing: {type(model).__name__} does not support it."
+                " Set it to false."
+            )
         decoder_layers(model, "activation_checkpointing")
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.compile:
@@ -136,14 +179,24 @@ def prepare_update(model: Any, settings: Optimizer) -> Any:
 def decoder_layers(model: Any, setting: str) -> list[Any]:
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
-        raise ConfigError(f"optimizer.{setting}: {type(model).__name__} has no list of decoder layers. Set it to false.")
+        raise ConfigError(
+            f"optimizer.{setting}: {type(model).__name__} has no list of decoder layers. Set it to"
+            " false."
+        )
     return list(layers)
 
 
 @contextmanager
 def recomputing(model: Any, settings: Optimizer) -> Iterator[None]:
-    """Decoder layers recompute their activations for the block. Only they enter training mode: dropout stays as it was."""
-    layers = decoder_layers(model, "activation_checkpointing") if settings.activation_checkpointing else []
+    """Decoder layers recompute their activations for the block.
+
+    Only they enter training mode: dropout stays as it was.
+    """
+    layers = (
+        decoder_layers(model, "activation_checkpointing")
+        if settings.activation_checkpointing
+        else []
+    )
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
@@ -157,7 +210,10 @@ def recomputing(model: Any, settings: Optimizer) -> Iterator[None]:
 def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -> float:
     """Scale gradients in place so that their norm is at most ``clip_norm``; returns the factor."""
     if not math.isfinite(grad_norm):
-        raise ValueError(f"the gradient's norm is {grad_norm}. Lower optimizer.lr, or look at the last rollouts in the run folder.")
+        raise ValueError(
+            f"the gradient's norm is {grad_norm}. Lower optimizer.lr, or look at the last rollouts"
+            " in the run folder."
+        )
     factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (grad_norm + 1e-6))
     if factor < 1.0:
         grads = [p.grad for p in parameters if p.grad is not None]
@@ -168,12 +224,18 @@ def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -
 def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     """AdamW over the trainable parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    options = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    options = {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
     return torch.optim.AdamW(parameters, **options, fused=parameters[0].is_cuda)
 
 
 def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:
-    """The rate of one optimizer step (counted from 0): linear warm-up, then constant, linear to 0 or a half cosine.
+    """The rate of one optimizer step (counted from 0): linear warm-up, then constant, linear to 0
+    or a half cosine.
 
     >>> learning_rate(Optimizer(lr=1.0, warmup=4), update=1, num_updates=100)
     0.5

@@ -1,0 +1,240 @@
+"""A generation of TRL as a TokenBatch, its credit, and the same over all processes.
+
+TRL keeps groups by position: over the processes' rows in rank order, rows k G .. (k + 1) G - 1
+answer one prompt. Columns of ours travel in TRL's own dict under ``cp_`` names, so that whatever
+TRL does to rows happens to them too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoise.hosts.trl.method import Setup
+from counterpoise.hosts.trl.scoring import Scored, score_again
+from counterpoise.maths.head import Head, head_scores
+from counterpoise.maths.reduce import LOCAL, Reduce, over_ranks
+from counterpoise.stage import bound
+from counterpoise.types import Credit, TokenBatch
+
+TOPK = {"topk_ids_NTK", "topk_logp_NTK"}
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
+NUM_CANDIDATES = 20  # of the topk proxy, unless the rule asks for another number
+
+
+def reduce_of(trainer: Any) -> Reduce:
+    """Pools statistics over the processes."""
+    return over_ranks() if trainer.accelerator.num_processes > 1 else LOCAL
+
+
+def total_reward(trainer: Any, reward_by_function: Tensor) -> Tensor:
+    """The weighted sum of the reward functions, of all processes' rows; a rollout that none of them
+    graded is an error.
+    """
+    ungraded = reward_by_function.isnan().all(1)
+    if ungraded.any():
+        rows = ungraded.nonzero().flatten().tolist()
+        raise ValueError(
+            f"every reward function returned None for rollouts {rows[:8]}: there is no reward to"
+            " make credit of. Return a number (0.0 for a failure), or use method='uniform', where"
+            " TRL gives such rollouts the advantage 0."
+        )
+    return (reward_by_function * trainer.reward_weights.to(reward_by_function.device)).nansum(1)
+
+
+def loss_mask(output: dict[str, Any]) -> Tensor:
+    """True on the tokens that TRL trains on: no padding, no tokens of a tool."""
+    mask_NT = output["completion_mask"]
+    return (mask_NT * output["tool_mask"] if "tool_mask" in output else mask_NT).bool()
+
+
+def token_batch(
+    trainer: Any,
+    made: Setup,
+    output: dict[str, Any],
+    reward_by_function: Tensor,
+    seen: list[Scored],
+    more: bool,
+) -> TokenBatch:
+    """This process's rollouts with the columns that the method needs; ``more`` asks for the
+    sampler's log-probs even if no rule reads them.
+    """
+    needs, mask_NT = made.method.needs, loss_mask(output)
+    found = _score(trainer, made, output, seen, more)
+    num_rows, rank, width = len(mask_NT), trainer.accelerator.process_index, mask_NT.shape[1]
+    row_N = torch.arange(rank * num_rows, (rank + 1) * num_rows, device=mask_NT.device)
+    columns: dict[str, Any] = {}
+    if found is not None:
+        columns = {"entropy_NT": found.entropy_NT, "hidden_NTD": found.hidden_NTD}
+        columns = {
+            name: value
+            for name, value in columns.items()
+            if name in needs or (more and name == "entropy_NT")
+        }
+    if "trainer_logp_NT" in needs:
+        columns["trainer_logp_NT"] = _logp(output, found, width)
+    if "ref_logp_NT" in needs:
+        columns["ref_logp_NT"] = output["ref_per_token_logps"].float()
+    if needs & (TOPK | {"head_VD"}):
+        columns |= head_columns(trainer, made, output["completion_ids"], mask_NT, found)
+    return TokenBatch(
+        token_ids_NT=output["completion_ids"],
+        mask_NT=mask_NT,
+        group_N=row_N // trainer.num_generations,
+        reward_N=total_reward(trainer, reward_by_function)[row_N].float(),
+        sampler_logp_NT=_logp(output, found, width),
+        max_length=trainer.max_completion_length,
+        extra={"cp_row": row_N},
+        **columns,
+    )
+
+
+def assign(
+    trainer: Any, made: Setup, batch: TokenBatch, trl_advantage_N: Tensor, state: Any, *, step: int
+) -> Credit:
+    """The method's credit, statistics over all processes; on TRL's advantages where those are kept."""
+    method = made.method
+    if not made.has_own_advantage:
+        method = dataclasses.replace(method, advantage=lambda reward_N, group_N: trl_advantage_N)
+    with torch.no_grad():
+        return method.assign(
+            batch, state, reduce=reduce_of(trainer), seed=trainer.args.seed, step=step
+        )
+
+
+def add_columns(output: dict[str, Any], batch: TokenBatch, credit: Credit) -> None:
+    """Our columns, beside TRL's."""
+    output["cp_row"], output["cp_reward"], output["cp_advantage"] = (
+        batch.extra["cp_row"],
+        batch.reward_N,
+        credit.advantage_N,
+    )
+    output["cp_credit"], output["cp_weight"], output["cp_sampler_logp"] = (
+        credit.credit_NT,
+        credit.weight_NT,
+        batch.sampler_logp_NT,
+    )
+    if batch.entropy_NT is not None:
+        output["cp_entropy"] = batch.entropy_NT
+
+
+def gathered(trainer: Any, output: dict[str, Any]) -> dict[str, Any]:
+    """Every column of all processes, rows in rank order, padded to the widest."""
+    accelerator = trainer.accelerator
+    out: dict[str, Any] = {}
+    for name, value in output.items():
+        if not isinstance(value, Tensor) or value.ndim == 0 or accelerator.num_processes == 1:
+            out[name] = value
+            continue
+        value = value.contiguous()
+        if value.ndim > 1:
+            value = accelerator.pad_across_processes(value, dim=1, pad_first=name in LEFT_PADDED)
+        out[name] = accelerator.gather(value)
+    return out
+
+
+def whole_batch(trainer: Any, columns: dict[str, Any]) -> tuple[TokenBatch, Credit]:
+    """The generation of all processes, from gathered columns."""
+    batch = TokenBatch(
+        token_ids_NT=columns["completion_ids"],
+        mask_NT=loss_mask(columns),
+        group_N=columns["cp_row"] // trainer.num_generations,
+        reward_N=columns["cp_reward"],
+        sampler_logp_NT=columns["cp_sampler_logp"],
+        entropy_NT=columns.get("cp_entropy"),
+        max_length=trainer.max_completion_length,
+    )
+    return batch, Credit(
+        columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {}
+    )
+
+
+def head_of(trainer: Any) -> Head:
+    """The LM head; an error where the logits are not its weight x the last hidden state.
+
+    Whether they are is measured once a model, at the trainer's construction: later accelerate runs
+    the model in mixed precision."""
+    from counterpoise.policy.backbone import backbone
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = backbone(model).head
+    if head is None:
+        raise ValueError(
+            f"{type(model).__name__}: its logits are not head weight x last hidden state, which the"
+            " method reads. Use DelTA's proxy 'row', which needs the hidden states alone."
+        )
+    return head
+
+
+def head_columns(
+    trainer: Any, made: Setup, ids_NT: Tensor, mask_NT: Tensor, found: Scored | None
+) -> dict[str, Tensor]:
+    """The LM head's weight, and the K best candidates of each token from the hidden states."""
+    head = head_of(trainer)
+    columns = {"head_VD": head.weight_VD.detach()}
+    if made.method.needs & TOPK:
+        assert found is not None
+        assert found.hidden_NTD is not None
+        asked = [bound(rule).get("topk") for rule in made.method.rules]
+        options = {
+            "temperature": trainer.temperature,
+            "topk": max([NUM_CANDIDATES, *(k for k in asked if k)]),
+        }
+        best = head_scores(
+            found.hidden_NTD[mask_NT].to(head.weight_VD.dtype), ids_NT[mask_NT], head, **options
+        )
+        for name, value_MK in (
+            ("topk_ids_NTK", best.topk_ids_MK),
+            ("topk_logp_NTK", best.topk_logp_MK),
+        ):
+            assert value_MK is not None
+            columns[name] = value_MK.new_zeros(*mask_NT.shape, value_MK.shape[1]).index_put(
+                (mask_NT.nonzero(as_tuple=True)), value_MK
+            )
+    return columns
+
+
+def _score(
+    trainer: Any, made: Setup, output: dict[str, Any], seen: list[Scored], more: bool
+) -> Scored | None:
+    """TRL's own scoring of the policy if it did one, one of ours if something is missing, None if
+    nothing is needed.
+    """
+    needs, method = made.method.needs, made.method
+    entropy, hidden = wanted(made, more)
+    done = next((one for one in seen if one.logp_NT is output.get("old_per_token_logps")), None)
+    if done is not None:
+        return done
+    has_logp = "old_per_token_logps" in output or _is_complete(output)
+    wants_logp = "trainer_logp_NT" in needs or ((method.rules or more) and not has_logp)
+    return (
+        score_again(trainer, output, entropy=entropy, hidden=hidden)
+        if entropy or hidden or wants_logp
+        else None
+    )
+
+
+def wanted(made: Setup, more: bool) -> tuple[bool, bool]:
+    """Whether entropies, and whether hidden states are to be measured."""
+    needs = made.method.needs
+    return "entropy_NT" in needs or more, bool(needs & (TOPK | {"hidden_NTD"}))
+
+
+def _logp(output: dict[str, Any], found: Scored | None, width: int) -> Tensor:
+    """Log-probs of the sampling policy: as the trainer scores it, else as the sampler told, else
+    (nothing reads them) 0.
+    """
+    told = output["sampling_per_token_logps"] if _is_complete(output) else None
+    for value in (output.get("old_per_token_logps"), found and found.logp_NT, told):
+        if value is not None:
+            return value.detach()[:, :width].float()
+    return torch.zeros_like(output["completion_mask"], dtype=torch.float32)
+
+
+def _is_complete(output: dict[str, Any]) -> bool:
+    """Whether the sampler told the log-prob of every token (vLLM leaves some out)."""
+    logp_NT = output.get("sampling_per_token_logps")
+    return logp_NT is not None and not logp_NT.isnan().any()

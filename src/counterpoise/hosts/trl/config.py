@@ -1,0 +1,202 @@
+"""``CreditGRPOConfig``: GRPOConfig with a method.
+
+Works with TrlParser, YAML files and the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from trl.trainer.grpo_config import GRPOConfig
+
+from counterpoise.hosts.trl.method import Setup, setup
+from counterpoise.ledger.measures.classes import check_axes
+
+# settings of TRL that speak of the loss, and of the advantage: a method brings its own
+LOSS_FIELDS = (
+    "loss_type",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+)
+ADVANTAGE_FIELDS = ("scale_rewards", "multi_objective_aggregation")
+
+
+@dataclass
+class CreditGRPOConfig(GRPOConfig):
+    """GRPOConfig plus the method.
+
+    All fields of ``GRPOConfig`` stay; ``docs/hosts/trl.md`` says which a method sets for you.
+
+    >>> CreditGRPOConfig(output_dir="x", method="delta", bf16=False, use_cpu=True, report_to=[]).epsilon_high
+    0.28
+    """
+
+    method: str = field(
+        default="uniform",
+        metadata={
+            "help": (
+                "A counterpoise preset, for example 'delta' (`counterpoise methods` lists them)."
+                " 'uniform' is plain TRL."
+            )
+        },
+    )
+    method_axes: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": (
+                'Axes of the method to change, as a mapping or a JSON/YAML string: \'{"credit":'
+                ' [{"name": "top_entropy", "fraction": 0.2}]}\'. Axes: advantage, credit, loss,'
+                " reduction, plan, controller."
+            )
+        },
+    )
+    plan: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Which rollouts share an optimizer step: 'query_preserved', 'reward_balanced', ..."
+                " or a JSON/YAML mapping. The default is the method's own; 'random_rows' is TRL's"
+                " shuffle. Needs steps_per_generation > gradient_accumulation_steps."
+            )
+        },
+    )
+    method_advantage: bool = field(
+        default=True,
+        metadata={
+            "help": (
+                "False keeps TRL's advantages (scale_rewards, several objectives) and takes the"
+                " token weights from the method."
+            )
+        },
+    )
+    method_loss: bool = field(
+        default=True,
+        metadata={
+            "help": (
+                "False keeps TRL's loss (loss_type, epsilon, ...) and takes only advantage and"
+                " credit from the method."
+            )
+        },
+    )
+    ledger_every: int = field(
+        default=0,
+        metadata={
+            "help": (
+                "Account for the updates of every n-th generation, token by token, in"
+                " output_dir/counterpoise. 0 is never."
+            )
+        },
+    )
+    ledger_decompose: list[str] = field(
+        default_factory=lambda: ["sign"],
+        metadata={"help": "What the ledger tells apart: sign, category, sharing, confidence."},
+    )
+
+    def __post_init__(self) -> None:
+        self.method_axes = _mapping("method_axes", self.method_axes) or {}
+        self.plan = _mapping("plan", self.plan, may_be_name=True)
+        check_axes(self.ledger_decompose)
+        if self.ledger_every < 0:
+            raise ValueError(
+                "ledger_every: expected 0 (never) or a number of generations, got"
+                f" {self.ledger_every}."
+            )
+        for name, value in self.setup().trl_fields.items():
+            self._set(name, value)
+        self._warn_unused()
+        self._trl_post_init()
+
+    def setup(self) -> Setup:
+        """The method as TRL runs it."""
+        assert not isinstance(self.method_axes, str)
+        axes = {**(self.method_axes or {}), **({} if self.plan is None else {"plan": self.plan})}
+        how = {"own_advantage": self.method_advantage, "own_loss": self.method_loss}
+        return setup(self.method, axes, **how, loss_type=self.loss_type)
+
+    def _set(self, name: str, value: Any) -> None:
+        if getattr(self, name) not in (value, _default(name)):
+            warnings.warn(
+                f"{name}={getattr(self, name)!r} is not used: method {self.method!r} sets it to"
+                f" {value!r}. method_loss=False keeps TRL's loss; method_axes changes the"
+                " method's.",
+                stacklevel=4,
+            )
+        setattr(self, name, value)
+
+    def _warn_unused(self) -> None:
+        """Settings of TRL that the method replaces without a setting of TRL's that says the same."""
+        made = self.setup()
+        names = [
+            *(LOSS_FIELDS[1:] if made.has_own_loss else ()),
+            *(ADVANTAGE_FIELDS if made.has_own_advantage else ()),
+        ]
+        for name in names:
+            if getattr(self, name) != _default(name):
+                keep = "method_loss" if name in LOSS_FIELDS else "method_advantage"
+                message = (
+                    f"{name}={getattr(self, name)!r} is not used: method {self.method!r} brings its"
+                    f" own. {keep}=False keeps TRL's."
+                )
+                warnings.warn(message, stacklevel=4)
+
+    def _trl_post_init(self) -> None:
+        """TRL wants two rollouts a prompt; methods that do not compare the rollouts of a prompt
+        work with one.
+        """
+        if self.num_generations != 1 or self.method == "uniform" or not self.method_advantage:
+            return super().__post_init__()
+        _check_alone(self.setup())
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        sizes = (
+            self.per_device_train_batch_size,
+            steps,
+            self.generation_batch_size or 1,
+            int(os.environ.get("WORLD_SIZE", 1)),
+        )
+        # any divisor of the generation batch passes TRL's check of groups; the trainer reads the 1
+        # that is put back
+        self.num_generations = next((size for size in sizes if size > 1), 1)
+        self.num_generations_eval = self.num_generations_eval or 1
+        super().__post_init__()
+        self.num_generations = 1
+        return None
+
+
+def _check_alone(made: Setup) -> None:
+    """A group estimator on groups of one raises its own error, which names the estimators that
+    work.
+    """
+    import torch
+
+    made.method.advantage(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
+
+
+def _mapping(name: str, value: Any, may_be_name: bool = False) -> Any:
+    """A mapping from the command line's string; for a plan also a bare name."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{name}: not JSON or YAML: {value!r} ({str(error).splitlines()[0]})."
+        ) from None
+    if isinstance(found, dict) or (may_be_name and isinstance(found, str)):
+        return found
+    raise ValueError(
+        f"{name}: expected a mapping{' or a name' if may_be_name else ''}, got {value!r}."
+    )
+
+
+def _default(name: str) -> Any:
+    found = {f.name: f for f in dataclasses.fields(GRPOConfig)}[name]
+    return found.default

@@ -1,0 +1,104 @@
+"""The run folder of a TRL training: the same files as the built-in trainer's, so that
+``counterpoise report`` and ``view`` read them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from counterpoise.hosts.trl.method import Setup
+from counterpoise.run.files import write_json, write_text
+from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.types import Credit, TokenBatch
+
+PACKAGES = ("counterpoise", "torch", "transformers", "trl", "accelerate", "peft")
+
+
+def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
+    """``config.yaml`` and ``manifest.json``, once a run."""
+    if (folder / "manifest.json").is_file():
+        return
+    args = trainer.args
+    config = {
+        "seed": args.seed,
+        "host": "trl",
+        "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
+        "method": json.loads(json.dumps(made.method.describe(), default=str)),
+        "rollouts": {
+            "prompts": args.generation_batch_size // trainer.num_generations,
+            "group_size": trainer.num_generations,
+        },
+        "optimizer": {
+            "lr": args.learning_rate,
+            "steps_per_batch": max(
+                1, args.steps_per_generation // args.gradient_accumulation_steps
+            ),
+        },
+        "ledger": {"every": args.ledger_every, "decompose": list(args.ledger_decompose)},
+    }
+    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    facts = {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "seed": args.seed,
+        "versions": _versions(),
+        "device": str(args.device),
+    }
+    write_json(folder / "manifest.json", {"schema_version": SCHEMA_VERSION, "host": "trl", **facts})
+
+
+def rollout_table(
+    step: int, tokenizer: Any, prompt_ids: list[list[int]], batch: TokenBatch, credit: Credit
+) -> dict[str, Any]:
+    """Columns of ``rollouts/step_*.parquet``: one row a rollout, token columns as lists without
+    padding.
+    """
+    ids = _lists(batch.token_ids_NT, batch.mask_NT)
+    group = batch.group_N.tolist()
+    width = batch.max_length or batch.mask_NT.shape[1]
+    table = {
+        "step": [step] * batch.num_rollouts,
+        "rollout": list(range(batch.num_rollouts)),
+        "group": group,
+        "prompt_id": [f"{step}-{g}" for g in group],
+        "prompt": tokenizer.batch_decode(prompt_ids, skip_special_tokens=True),
+        "answer": [""] * batch.num_rollouts,
+        "text": tokenizer.batch_decode(ids, skip_special_tokens=True),
+        "reward": batch.reward_N.tolist(),
+        "advantage": credit.advantage_N.tolist(),
+        "stop_reason": ["stop" if len(row) < width else "length" for row in ids],
+        "prompt_ids": prompt_ids,
+        "token_ids": ids,
+        "loss_mask": [[True] * len(row) for row in ids],
+        "advantages": _lists(credit.credit_NT, batch.mask_NT),
+        "weights": _lists(credit.weight_NT, batch.mask_NT),
+        "inference_logprobs": _lists(batch.sampler_logp_NT, batch.mask_NT),
+    }
+    return (
+        table
+        if batch.entropy_NT is None
+        else {**table, "entropy": _lists(batch.entropy_NT, batch.mask_NT)}
+    )
+
+
+def _lists(value_NT: Tensor, mask_NT: Tensor) -> list[list[Any]]:
+    flat = value_NT.cpu()[mask_NT.cpu()].split(mask_NT.sum(1).tolist())
+    return [
+        row.to(torch.float32).tolist() if row.is_floating_point() else row.tolist() for row in flat
+    ]
+
+
+def _versions() -> dict[str, str]:
+    installed = {
+        point.metadata["Name"].lower(): point.version
+        for point in importlib.metadata.distributions()
+        if point.metadata["Name"]
+    }
+    return {name: installed[name] for name in PACKAGES if name in installed}

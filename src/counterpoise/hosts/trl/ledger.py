@@ -1,0 +1,249 @@
+"""The ledger inside TRL: what each optimizer step of a chosen generation did to every token, as
+files and as TRL's metrics.
+
+A token's coefficient is read off the loss that was trained on, whosever it is: minus its derivative
+by the token's log-prob. The ledger only
+looks: training with and without it is equal bit for bit. Where the model is sharded (FSDP,
+    DeepSpeed) a single process cannot score it before
+and after a step; then the columns of the loss alone are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from counterpoise.hosts.trl.batch import loss_mask
+from counterpoise.hosts.trl.folder import create_folder, rollout_table
+from counterpoise.hosts.trl.method import Setup
+from counterpoise.hosts.trl.plan import num_steps
+from counterpoise.hosts.trl.scoring import recorded
+from counterpoise.ledger import Book, Settings, residuals, within_memory
+from counterpoise.ledger.summary import mean_of
+from counterpoise.maths.reduce import masked_mean
+from counterpoise.run.files import append_json, step_file, write_json, write_table
+from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
+
+log = logging.getLogger("counterpoise.ledger")
+
+
+class LossBook(Book):
+    """The book of a sharded model: what the loss used, without the log-probs after the step."""
+
+    def before(self) -> None:
+        """Nothing to keep."""
+
+    def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
+        number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
+        columns = {
+            "coef": loss.coef_NT,
+            "scale": rows.scale_NT,
+            "is_clipped": loss.clipped_NT,
+            "importance_ratio": loss.ratio_NT,
+        }
+        for name, value_RT in (columns | {"optimizer_step": number}).items():
+            self._write(name, rows.row_R, value_RT)
+        self.residuals.append(residuals(self.batch.token_ids_NT[rows.row_R], rows, loss))
+
+    def summary(self) -> dict[str, float]:
+        return {f"residual/{name}": value for name, value in mean_of(self.residuals).items()}
+
+
+class Ledger(TrainerCallback):
+    """Watches the optimizer steps of every n-th generation.
+
+    Files are in ``output_dir/counterpoise``, the layout of a run folder.
+    """
+
+    def __init__(self, trainer: Any, made: Setup) -> None:
+        self.trainer, self.made = trainer, made
+        self.folder = Path(trainer.args.output_dir) / "counterpoise"
+        self.book: Book | None = None
+        self._is_open = False
+        self._parts: list[dict[str, Tensor]] = []
+        self._watch = contextlib.ExitStack()
+        self._norms: list[Any] = []
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
+
+    def is_due(self, generation: int) -> bool:
+        every = self.trainer.args.ledger_every
+        return bool(every) and generation % every == 0
+
+    def open(
+        self,
+        generation: int,
+        batch: TokenBatch,
+        credit: Credit,
+        columns: dict[str, Any],
+        metrics: dict[str, float],
+    ) -> None:
+        """Before the first optimizer step of a generation, on every process; the main one keeps the
+        book.
+        """
+        self._is_open, self._num_done, self._generation = True, 0, generation
+        self._batch, self._credit, self._metrics, self._columns = batch, credit, metrics, columns
+        if not self.trainer.accelerator.is_main_process:
+            return
+        trainer = self.trainer
+        create_folder(self.folder, trainer, self.made)
+        prompt_ids = [
+            row[keep.bool()].tolist()
+            for row, keep in zip(columns["prompt_ids"].cpu(), columns["prompt_mask"].cpu())
+        ]
+        settings = Settings(
+            axes=trainer.args.ledger_decompose,
+            temperature=trainer.temperature,
+            autocast=trainer.accelerator.autocast,
+        )
+        kind = LossBook if self.is_sharded else Book
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.book = kind(model, optimizer, batch, prompt_ids, credit, self._texts, settings)
+        table = rollout_table(generation, trainer.processing_class, prompt_ids, batch, credit)
+        write_table(step_file(self.folder, "rollouts", generation, ".parquet"), table)
+
+    def write_plan(self, generation: int, plan: Plan) -> None:
+        if self.trainer.accelerator.is_main_process:
+            write_json(step_file(self.folder, "plan", generation, ".json"), plan.manifest)
+
+    def note(
+        self, inputs: dict[str, Any], total: Tensor, logp_NT: Tensor, loss: TokenLoss | None
+    ) -> None:
+        """A micro-batch: its rows and the coefficients with which their tokens enter the update."""
+        if not self._is_open:
+            return
+        if not self._parts:
+            self._norms = self._watch.enter_context(
+                recorded(self.trainer.accelerator, "clip_grad_norm_")
+            )
+        (grad_NT,) = torch.autograd.grad(total, logp_NT, retain_graph=True)
+        coef_NT = -grad_NT.detach().float() / self.trainer.accelerator.num_processes
+        before_NT = inputs.get("old_per_token_logps")
+        ratio_NT = (
+            torch.ones_like(coef_NT)
+            if before_NT is None
+            else (logp_NT.detach() - before_NT).exp().float()
+        )
+        self._parts.append(
+            {
+                "row": inputs["cp_row"],
+                "coef": coef_NT,
+                "ratio": ratio_NT if loss is None else loss.ratio_NT,
+            }
+        )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_open:
+            self._watch.close()
+            with within_memory(self.book, self._give_up):
+                if self.book is not None:
+                    self.book.before()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._is_open:
+            return
+        row_R, coef_NT, ratio_NT = self._gathered()
+        with within_memory(self.book, self._give_up):
+            if self.book is not None:
+                rows = self.made.method.rows(self._batch, self._credit, row_R)
+                self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
+        self._parts, self._num_done = [], self._num_done + 1
+        if self._num_done == num_steps(self.trainer):
+            self.close()
+
+    def close(self) -> None:
+        """Write the token table and the numbers."""
+        self._is_open = False
+        if not self.trainer.accelerator.is_main_process:
+            return
+        found = {} if self.book is None else self._numbers(self.book)
+        batch, more = self._batch, {}
+        if batch.entropy_NT is not None:
+            more = {"entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT))}
+        self._append(
+            self._generation, batch.reward_N, batch.length_N, {**more, **self._metrics, **found}
+        )
+        self.book = None
+
+    def _numbers(self, book: Book) -> dict[str, float]:
+        write_table(
+            step_file(self.folder, "tokens", self._generation, ".parquet"),
+            book.table(self._generation),
+        )
+        found = {f"ledger/{name}": value for name, value in book.summary().items()}
+        for name, value in found.items():
+            self.trainer._metrics["train"][name].append(value)
+        for note in book.notes:
+            log.warning("ledger: %s", note)
+        return found
+
+    def _give_up(self, why: str) -> None:
+        self.book = None
+        log.warning("ledger: %s", why)
+
+    def skim(self, generation: int, output: dict[str, Any], metrics: dict[str, float]) -> None:
+        """A generation that is not accounted for: its numbers alone, so that curves of the run
+        folder have no holes.
+        """
+        if not self.trainer.args.ledger_every:
+            return
+        gather = self.trainer.accelerator.gather
+        reward_N, length_N = gather(output["cp_reward"]), gather(loss_mask(output).sum(1))
+        if self.trainer.accelerator.is_main_process:
+            self._append(generation, reward_N, length_N, metrics)
+
+    def _append(
+        self, generation: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]
+    ) -> None:
+        create_folder(self.folder, self.trainer, self.made)
+        numbers = {
+            "reward/mean": float(reward_N.mean()),
+            "rollouts/num": len(reward_N),
+            "rollouts/length": float(length_N.float().mean()),
+            "optimizer/lr": self.trainer._get_learning_rate(),
+        }
+        append_json(self.folder / "metrics.jsonl", {"step": generation, **numbers, **metrics})
+
+    def _gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the step, coefficients, ratios: of all processes, fillers left out."""
+        accelerator, found = self.trainer.accelerator, []
+        for name in ("row", "coef", "ratio"):
+            value = torch.cat([part[name] for part in self._parts]).contiguous()
+            if value.ndim > 1 and accelerator.num_processes > 1:
+                value = accelerator.pad_across_processes(value, dim=1)
+            found.append(accelerator.gather(value))
+        is_real_R = found[0] >= 0
+        return found[0][is_real_R], found[1][is_real_R], found[2][is_real_R]
+
+    def _clip_factor(self) -> float:
+        limit = self.trainer.args.max_grad_norm
+        return (
+            min(1.0, limit / (float(self._norms[0]) + 1e-6))
+            if limit > 0 and self._norms and not self.is_sharded
+            else 1.0
+        )
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        return self.trainer.processing_class.batch_decode(
+            [[token] for token in ids], skip_special_tokens=False
+        )
+
+
+def _token_loss(rows: Rows, total_NT: Tensor, ratio_NT: Tensor) -> TokenLoss:
+    """TRL's losses do not tell coefficient and reduction apart: the reduction is the method's
+    column, the coefficient what is left.
+    """
+    coef_NT = torch.where(
+        rows.scale_NT > 0, total_NT / torch.where(rows.scale_NT > 0, rows.scale_NT, 1), 0
+    )
+    is_cut_NT = (coef_NT == 0) & (rows.credit_NT != 0) & rows.mask_NT
+    return TokenLoss(torch.zeros_like(coef_NT), ratio_NT, is_cut_NT, coef_NT)

@@ -1,0 +1,105 @@
+"""Losses that TRL lacks, on the log-probs of TRL's own forward.
+
+TRL's ``_compute_loss`` runs with advantages of 0: it gives the forward, its metrics, and the terms
+beside the policy loss (KL, entropy bonus, router loss). The policy loss is ours: ``sum loss_NT *
+scale_NT``, scale known for the whole optimizer step over all processes. Gradients are averaged over
+processes, hence the factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoise.hosts.trl.method import Setup
+from counterpoise.hosts.trl.plan import StepRows, in_plan_order, masked
+from counterpoise.hosts.trl.scoring import SCORE, recorded
+from counterpoise.maths.reduce import masked_mean
+from counterpoise.types import Rows, TokenLoss
+
+
+def own_loss(
+    trainer: Any, made: Setup, trl_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor, TokenLoss]:
+    """The loss of a micro-batch, the log-probs behind it, and the loss of each token."""
+    without = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+    with recorded(trainer, SCORE) as results:
+        rest = trl_loss(model, without)
+    logp_NT = results[-1][0]
+    rows = micro_rows(inputs, logp_NT)
+    loss = corrected(made.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
+    total = (loss.loss_NT * rows.scale_NT).sum() * trainer.accelerator.num_processes
+    _log(trainer, rows, loss)
+    return rest + total.to(rest.dtype), logp_NT, loss
+
+
+def micro_rows(inputs: dict[str, Any], logp_NT: Tensor) -> Rows:
+    """The micro-batch's rows with the log-probs that ratios are taken against."""
+    rows, before_NT = inputs["cp_rows"], inputs.get("old_per_token_logps")
+    return rows._replace(
+        sampler_logp_NT=(logp_NT.detach() if before_NT is None else before_NT).float()
+    )
+
+
+def corrected(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
+    """TRL's correction for a sampler apart (vLLM), a token's or a rollout's factor: as in TRL it
+    multiplies the loss of each token.
+    """
+    if ratio_N1 is None:
+        return loss
+    return loss._replace(loss_NT=loss.loss_NT * ratio_N1, coef_NT=loss.coef_NT * ratio_N1)
+
+
+def prepare_step(trainer: Any, made: Setup, steps: list[StepRows]) -> None:
+    """Before the first micro-batch of a step: what the loss must know of all its rows, from one
+    forward without gradient.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if not made.method.needs_step_logp or trainer._step % args.gradient_accumulation_steps:
+        return
+    number = trainer._step % args.steps_per_generation // args.gradient_accumulation_steps
+    first = number * args.gradient_accumulation_steps
+    micros = trainer._buffered_inputs[first : first + args.gradient_accumulation_steps]
+    step, is_unchanged = (
+        steps[number],
+        trainer._step % (args.steps_per_generation * trainer.num_iterations) == 0,
+    )
+    logp_CT = accelerator.gather(
+        torch.cat([_logp(trainer, micro, is_unchanged) for micro in micros]).contiguous()
+    )
+    before_NT = torch.cat(
+        [
+            micro.get("old_per_token_logps", step.rows.sampler_logp_NT.new_zeros(0))
+            for micro in micros
+        ]
+    )
+    sampler_CT = accelerator.gather(before_NT.contiguous()) if len(before_NT) else logp_CT
+    rows = step.rows._replace(sampler_logp_NT=in_plan_order(sampler_CT, step.slot_WGB).float())
+    rows = made.method.prepare(in_plan_order(logp_CT, step.slot_WGB).float(), rows)
+    for micro, slot_B in zip(micros, step.slot_WGB[accelerator.process_index]):
+        slot_B = slot_B.to(rows.row_R.device)
+        micro["cp_rows"] = masked(rows.select(slot_B.clamp(min=0)), slot_B >= 0)
+
+
+def _logp(trainer: Any, micro: dict[str, Any], is_unchanged: bool) -> Tensor:
+    """Log-probs of the policy as it is now; just after a generation they are those that TRL scored
+    then.
+    """
+    if is_unchanged and "old_per_token_logps" in micro:
+        return micro["old_per_token_logps"]
+    ids = torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1)
+    attended = torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1)
+    with torch.no_grad():
+        return getattr(trainer, SCORE)(
+            trainer.model, ids, attended, micro["completion_ids"].shape[1]
+        )[0]
+
+
+def _log(trainer: Any, rows: Rows, loss: TokenLoss) -> None:
+    """Numbers of this process's micro-batch, in TRL's own metrics."""
+    metrics = trainer._metrics["train"]
+    metrics["credit/clipped_frac"].append(float(masked_mean(loss.clipped_NT.float(), rows.mask_NT)))
+    metrics["credit/ratio_mean"].append(float(masked_mean(loss.ratio_NT, rows.mask_NT)))
+    metrics["credit/coef_mass"].append(float((loss.coef_NT * rows.scale_NT).abs().sum()))

@@ -1,0 +1,145 @@
+"""The plan instead of TRL's shuffle: which rows each micro-batch of each process holds.
+
+A generation is ``steps_per_generation`` micro-batches a process; ``gradient_accumulation_steps`` of
+them make an optimizer step. The plan decides which rows share a step, over all processes; within a
+step rows are dealt evenly over processes and micro-batches, and micro-batches are filled up to one
+size with rows that are masked out (no credit, no loss, no count)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.hosts.trl.batch import loss_mask
+from counterpoise.hosts.trl.method import TRL_PLAN, Setup
+from counterpoise.plans import manifest
+from counterpoise.types import Credit, Plan, Rows, TokenBatch
+
+# TRL's loss types that give each row of a micro-batch the same weight; the others weigh tokens
+ROW_MEANS = ("grpo", "sapo", "dr_grpo", "luspo")
+FILLER = -1
+
+
+class StepRows(NamedTuple):
+    """An optimizer step over all processes: its rows, and which of them lies in which slot.
+
+    Attributes:
+        rows: columns of the step's rows, in the plan's order.
+        slot_WGB: [processes, micro-batches, rows] position in ``rows``, ``FILLER`` for a row that
+            only fills up.
+    """
+
+    rows: Rows
+    slot_WGB: Tensor
+
+
+def num_steps(trainer: Any) -> int:
+    """Optimizer steps of one generation (of one pass over it)."""
+    return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
+
+
+def planned(
+    made: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
+) -> list[StepRows]:
+    """Every step of the plan, dealt over processes and micro-batches."""
+    return [
+        StepRows(made.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro))
+        for row_R in plan
+    ]
+
+
+def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
+    """Positions 0 .. num_rows - 1, evenly over processes and micro-batches, all of one size.
+
+    >>> deal(5, num_processes=2, num_micro=1).tolist()
+    [[[0, 1, 2]], [[3, 4, -1]]]
+    """
+    parts = torch.arange(num_rows).tensor_split(num_processes * num_micro)
+    slot_CB = torch.full((len(parts), max(1, len(parts[0]))), FILLER)
+    for cut, part in zip(slot_CB, parts):
+        cut[: len(part)] = part
+    return slot_CB.reshape(num_processes, num_micro, -1)
+
+
+def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
+    """What TRL's own shuffle did, as a plan to audit; None where optimizer steps and generations do
+    not line up.
+    """
+    per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+    if per % gas:
+        return None
+    row_C = torch.cat([micro["cp_row"] for micro in trainer._buffered_inputs])
+    row_WSR = (
+        trainer.accelerator.gather(row_C.contiguous())
+        .reshape(trainer.accelerator.num_processes, per // gas, -1)
+        .cpu()
+    )
+    steps = [row_WSR[:, step].flatten().sort().values for step in range(per // gas)]
+    facts = {"plan": {"name": TRL_PLAN}, "seed": trainer.args.seed, "step": generation}
+    return Plan(tuple(steps), manifest(steps, batch.group_N.cpu()) | facts)
+
+
+def micro_batches(
+    trainer: Any, columns: dict[str, Any], steps: list[StepRows]
+) -> list[dict[str, Any]]:
+    """This process's share of the generation, in the form of TRL's buffer."""
+    kept_R = torch.cat([step.rows.row_R for step in steps])
+    num_items = loss_mask(columns)[kept_R].sum()
+    rank, out = trainer.accelerator.process_index, []
+    for step in steps:
+        factor = (
+            step.slot_WGB.numel() / len(step.rows.row_R) if trainer.loss_type in ROW_MEANS else 1.0
+        )
+        for slot_B in step.slot_WGB[rank]:
+            micro = _picked(columns, step, slot_B, factor)
+            if "num_items_in_batch" in micro:
+                micro["num_items_in_batch"] = num_items.to(micro["num_items_in_batch"])
+            out.append(micro)
+    return out
+
+
+def _picked(
+    columns: dict[str, Any], step: StepRows, slot_B: Tensor, factor: float
+) -> dict[str, Any]:
+    slot_B = slot_B.to(step.rows.row_R.device)
+    is_real_B, pick_B = slot_B != FILLER, slot_B.clamp(min=0)
+    row_B = step.rows.row_R[pick_B]
+    micro = {
+        name: value[row_B] if isinstance(value, Tensor) and value.ndim else value
+        for name, value in columns.items()
+    }
+    for name in ("completion_mask", "tool_mask", "advantages"):
+        if name in micro:
+            micro[name] = torch.where(
+                is_real_B if micro[name].ndim == 1 else is_real_B[:, None], micro[name], 0
+            )
+    if factor != 1.0:
+        micro["advantages"] = micro["advantages"] * factor
+    micro["cp_row"] = torch.where(is_real_B, row_B, FILLER)
+    micro["cp_rows"] = masked(step.rows.select(pick_B), is_real_B)
+    return micro
+
+
+def masked(rows: Rows, is_real_B: Tensor) -> Rows:
+    """Rows of which the fillers have no token."""
+    real_B1 = is_real_B[:, None]
+    columns = {
+        name: torch.where(real_B1, getattr(rows, name), 0) for name in ("credit_NT", "scale_NT")
+    }
+    return rows._replace(mask_NT=rows.mask_NT & real_B1, **columns)
+
+
+def in_plan_order(value_C: Tensor, slot_WGB: Tensor) -> Tensor:
+    """Rows in slot order (processes, micro-batches, rows) brought into the plan's order, fillers
+    left out.
+
+    >>> in_plan_order(torch.tensor([10, 11, 12, 13, 14, 99]), deal(5, 2, 1)).tolist()
+    [10, 11, 12, 13, 14]
+    """
+    flat_C = slot_WGB.flatten().to(value_C.device)
+    is_real_C = flat_C != FILLER
+    out_R = value_C.new_zeros((int(is_real_C.sum()), *value_C.shape[1:]))
+    out_R[flat_C[is_real_C]] = value_C[is_real_C]
+    return out_R

@@ -1,0 +1,180 @@
+"""counterpoise inside verl 0.9.1: estimators, policy losses and trainers under
+``counterpoise/<name>``.
+
+    algorithm.adv_estimator=counterpoise/ktae                           credit (the estimator alone, where rewards and prompts are enough)
+    actor_rollout_ref.actor.policy_loss.loss_mode=counterpoise/dapo     the loss
+    trainer.v1.trainer_mode=counterpoise/sync                           credit that reads tokens, and plans
+    +algorithm.counterpoise.plan=query_preserved                        axes: advantage, credit, plan, controller; and seed
+
+verl finds them by its entry point ``verl.plugins``, in the driver and in every worker. It hides a
+plug-in that fails; ``registered`` proves it."""
+
+# verl lives in an environment of its own
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import counterpoise as cp
+from counterpoise.hosts.verl.method import MODES, PREFIX, check_installed, check_version
+
+ENTRY_POINTS = "verl.plugins"
+PLUGIN = "counterpoise.hosts.verl.plugin"
+TRAINER = "counterpoise.hosts.verl.trainer"
+
+
+class Registered(NamedTuple):
+    """What of counterpoise is in verl's registries, and what is wrong, each with its fix."""
+
+    version: str | None
+    estimators: list[str]
+    losses: list[str]
+    trainers: list[str]
+    problems: list[str]
+
+
+def register() -> None:
+    """Put every method into verl's registries. May be called twice.
+
+    A part that cannot be registered is named in a warning.
+    """
+    check_installed()
+    import verl
+    from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
+
+    from counterpoise.hosts.verl.estimators import estimator
+    from counterpoise.hosts.verl.loss import policy_loss
+
+    check_version(verl.__version__)
+    for name in cp.methods():
+        register_adv_est(PREFIX + name)(estimator(name))
+        register_policy_loss(PREFIX + name)(policy_loss(name))
+    try:
+        importlib.import_module(TRAINER)
+    except ImportError as error:
+        warnings.warn(_no_trainer(error), stacklevel=2)
+
+
+def registered() -> Registered:
+    """Look into verl's registries as ``import verl`` left them; nothing is registered here.
+
+    Run it in a process that has not called ``register`` itself. verl swallows what a plug-in
+    raises: where names are missing the plug-in is imported once more, and what it raises becomes a
+        line of ``problems``.
+    """
+    try:
+        check_installed()
+    except ImportError as error:
+        return Registered(None, [], [], [], [str(error)])
+    import verl
+
+    try:
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    except ImportError as error:
+        return Registered(
+            verl.__version__,
+            [],
+            [],
+            [],
+            [f"verl.trainer.ppo.core_algos does not import: {error!r}."],
+        )
+    estimators, losses, trainers = (
+        _ours(ADV_ESTIMATOR_REGISTRY),
+        _ours(POLICY_LOSS_REGISTRY),
+        _trainers(),
+    )
+    expected = {PREFIX + name for name in cp.methods()}
+    problems = [] if expected <= set(estimators) & set(losses) else _causes(verl.__version__)
+    if not problems and len(trainers) < len(MODES):
+        problems = _trainer_causes()
+    return Registered(verl.__version__, estimators, losses, trainers, problems)
+
+
+def check_verl() -> None:
+    """Prove by two rollouts of two tokens that credit reaches verl's loss; raises where it does
+    not.
+
+    Rewards 1 and 0 give the credit 1/2 and -1/2, and at ratio 1 the gradient of the mean over four
+    tokens is -credit / 4."""
+    check_installed()
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+
+    mask_NT, reward_NT = torch.ones(2, 2), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    credit_NT, _ = get_adv_estimator_fn(f"{PREFIX}dr_grpo")(
+        token_level_rewards=reward_NT, response_mask=mask_NT, index=["a", "a"]
+    )
+    logp_NT = torch.full((2, 2), -1.0, requires_grad=True)
+    total, _ = get_policy_loss_fn(f"{PREFIX}dapo")(
+        logp_NT.detach(), logp_NT, credit_NT, mask_NT, loss_agg_mode="token-mean"
+    )
+    (grad_NT,) = torch.autograd.grad(total, logp_NT)
+    expected_NT = torch.tensor([[-0.125, -0.125], [0.125, 0.125]])
+    if not torch.equal(grad_NT, expected_NT):
+        raise ValueError(
+            f"credit does not reach verl's loss: its gradient is {grad_NT.tolist()}, expected"
+            f" {expected_NT.tolist()}."
+        )
+
+
+def _ours(registry: dict[str, Any]) -> list[str]:
+    return sorted(name for name in registry if name.startswith(PREFIX))
+
+
+def _trainers() -> list[str]:
+    """The trainers, where verl's own package of them can be imported."""
+    try:
+        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    except ImportError:
+        return []
+    return _ours(TRAINER_REGISTRY)
+
+
+def _causes(version: str) -> list[str]:
+    """Why verl does not know our estimators and losses."""
+    policy, points = (
+        os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower(),
+        importlib.metadata.entry_points(group=ENTRY_POINTS),
+    )
+    if not any(point.value == PLUGIN for point in points):
+        return [
+            f"no entry point {PLUGIN} in the group {ENTRY_POINTS}: the installed counterpoise is"
+            " incomplete. pip install it again."
+        ]
+    if policy != "auto" and "counterpoise" not in policy.split(","):
+        return [
+            f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading counterpoise. Unset it, or"
+            " add counterpoise to it."
+        ]
+    try:
+        importlib.import_module(PLUGIN)
+    except Exception as error:
+        return [f"verl {version} swallowed a failure of {PLUGIN}: {error!r}."]
+    return [
+        f"verl {version} had not loaded {PLUGIN}, which imports without a failure now. Run the"
+        " check in a fresh process."
+    ]
+
+
+def _trainer_causes() -> list[str]:
+    try:
+        importlib.import_module(TRAINER)
+    except ImportError as error:
+        return [_no_trainer(error)]
+    return [
+        f"verl had not loaded {TRAINER}, which imports without a failure now. Run the check in a"
+        " fresh process."
+    ]
+
+
+def _no_trainer(error: ImportError) -> str:
+    return (
+        f"verl's trainers (trainer_mode={PREFIX}sync) are not available: {error!r}. Estimators and"
+        " losses are. pip install 'verl[verl-core]==0.9.1' brings what verl's own trainers import,"
+        " TransferQueue among it."
+    )

@@ -1,0 +1,264 @@
+"""First-order change of every token's log-prob along a parameter step, and the part of it that each
+class of tokens brought.
+
+``delta_j ~ <g_j, dtheta>`` is a Jacobian-vector product: one forward-mode pass gives it for all
+tokens at once. With the second moments of the optimizer fixed, a step is linear in the gradient:
+``dtheta = sum_c P g_c + rest``, where ``g_c = sum_{k in c} c_k grad logp_k`` is the gradient of
+class c (c_k = coef * scale * clip factor), P the optimizer's response, and the rest its memory
+(momentum, weight decay). So C classes cost C backwards and C forward-mode passes, never N^2 inner
+products, and the parts add up to the predicted change.
+
+Axes: N rollouts of the step, T response tokens, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.ledger.calculus.logprobs import LogProbs, Params
+from counterpoise.ledger.calculus.optimizers import Response
+
+REST = "rest"
+
+
+class Decomposition(NamedTuple):
+    """``predicted_NT`` along the whole step, and ``parts["sign"]["positive"]`` of one class; those
+    of an axis add up to it.
+    """
+
+    predicted_NT: Tensor
+    parts: dict[str, dict[str, Tensor]]
+
+
+def change_along(
+    logprobs: LogProbs, params: Params, direction_C: Params, *, is_batched: bool = True
+) -> Tensor:
+    """d/ds logp(params + s direction) at s = 0 for every token and direction, [C, N, T]:
+    forward-mode differentiation, chunked over rows.
+
+    Args:
+        logprobs: the tokens.
+        params: where the derivative is taken.
+        direction_C: one tensor a parameter, directions stacked along a first axis of C.
+        is_batched: all directions share one pass over the primal values; False takes them one by
+            one. Where changes are written out
+            (``logprobs.along``) they always do.
+
+    >>> half = LogProbs(torch.ones(1, 2).bool(), [2], lambda p, r: p["w"][None], lambda p, r: (p["w"] ** 2)[None])
+    >>> change_along(half, {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([[1.0, 0.0], [0.5, 0.5]])}).tolist()
+    [[[2.0, 0.0]], [[1.0, 2.0]]]
+    """
+    num = len(next(iter(direction_C.values())))
+    change = logprobs.along or partial(_differentiated, logprobs.forward, is_batched=is_batched)
+    is_one_by_one = logprobs.along is None and not is_batched
+    parts = [
+        (row_R, change(params, direction_C, row_R))
+        for row_R in logprobs.forward_chunks(1 if is_one_by_one else num)
+    ]
+    out_CNT = parts[0][1].new_zeros((num, *logprobs.mask_NT.shape))
+    for row_R, change_CRT in parts:
+        out_CNT[:, row_R] = change_CRT
+    return torch.where(logprobs.mask_NT, out_CNT, 0)
+
+
+@torch.no_grad()
+def _differentiated(
+    forward: Callable[[Params, Tensor], Tensor],
+    params: Params,
+    direction_C: Params,
+    row_R: Tensor,
+    *,
+    is_batched: bool,
+) -> Tensor:
+    def along(direction: Params) -> Tensor:
+        return torch.func.jvp(lambda p: forward(p, row_R), (params,), (direction,))[1]
+
+    if is_batched:
+        return torch.vmap(along)(direction_C)
+    num = len(next(iter(direction_C.values())))
+    return torch.stack([along({name: d[k] for name, d in direction_C.items()}) for k in range(num)])
+
+
+def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> Params:
+    """g_c = sum_{n,t} weight[c, n, t] grad logp[n, t], stacked along a first axis of C.
+
+    Rows are grouped by the classes they take part in, so classes that share no row (signs of
+    rollouts) cost one forward and backward together; a row without weight costs nothing; otherwise
+    one forward and a backward a class."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    out = {name: value.new_zeros((len(weight_CNT), *value.shape)) for name, value in params.items()}
+    for classes, rows in _by_classes(weight_CNT).items():
+        for row_R in logprobs.chunks(rows):
+            with torch.enable_grad():
+                logp_RT = logprobs.reverse(leaves, row_R)
+            for c in classes:
+                weight_RT = weight_CNT[c, row_R].to(logp_RT.dtype)
+                grads = torch.autograd.grad(
+                    logp_RT,
+                    list(leaves.values()),
+                    weight_RT,
+                    retain_graph=c != classes[-1],
+                    allow_unused=True,
+                )
+                for name, grad in zip(leaves, grads):
+                    if grad is not None:
+                        out[name][c] += grad
+    return out
+
+
+def decompose(
+    logprobs: LogProbs,
+    before: Params,
+    after: Params,
+    weight_NT: Tensor,
+    classes: Mapping[str, Mapping[str, Tensor]],
+    response: Response | None,
+    total: Params | None = None,
+    *,
+    is_batched: bool = True,
+) -> Decomposition:
+    """The predicted change along ``after - before`` and its parts by class.
+
+    Args:
+        before, after: parameters around the step.
+        weight_NT: coef * scale * clip factor: with what each token's gradient entered the update.
+        classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once.
+        response: the optimizer's response to a gradient; None gives the predicted change alone.
+        total: what the optimizer got, minus the gradient of the loss. With it the largest class of
+            each axis costs no backward: it is the total
+            minus the others, which is exact as long as nothing but the tokens of the step has a
+            gradient.
+
+    A class without weight has part 0 and costs nothing.
+    """
+    named = {
+        (axis, name): weight_NT * mask_NT
+        for axis, masks in classes.items()
+        for name, mask_NT in masks.items()
+    }
+    named = {} if response is None else named
+    live = [key for key, part_NT in named.items() if bool(part_NT.any())]
+    direction_C = _gradients(logprobs, before, weight_NT, {key: named[key] for key in live}, total)
+    for name, direction in direction_C.items():
+        if response is not None:
+            direction.mul_(response[name])
+        torch.sub(after[name].detach(), before[name].detach(), out=direction[0])
+    predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
+    found = dict(zip(live, changes))
+    parts: dict[str, dict[str, Tensor]] = {}
+    for axis, keys in _by_axis(list(named)).items():
+        of_axis = {key[1]: found.get(key, torch.zeros_like(predicted_NT)) for key in keys}
+        parts[axis] = of_axis | {REST: predicted_NT - sum(of_axis.values())}
+    return Decomposition(predicted_NT, parts)
+
+
+def own_exact(
+    logprobs: LogProbs,
+    params: Params,
+    weight_NT: Tensor,
+    tokens: Sequence[tuple[int, int]],
+    response: Response,
+) -> Tensor:
+    """c_j <g_j, P g_j> over all parameters for chosen tokens (row, position): one backward a token."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    out = weight_NT.new_zeros(len(tokens))
+    for k, (n, t) in enumerate(tokens):
+        with torch.enable_grad():
+            logp_RT = logprobs.reverse(leaves, torch.tensor([n], device=weight_NT.device))
+        grads = torch.autograd.grad(logp_RT[0, t], list(leaves.values()), allow_unused=True)
+        norm = sum(
+            (grad.square() * response[name]).sum()
+            for name, grad in zip(leaves, grads)
+            if grad is not None
+        )
+        out[k] = weight_NT[n, t] * norm
+    return out
+
+
+def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
+    """Whether forward mode works, tried on the shortest row: (True batched / False one by one /
+    None not at all, why not).
+    """
+    shortest = min(range(len(logprobs.lengths)), key=lambda row: logprobs.lengths[row])
+    along = logprobs.along
+    one = logprobs._replace(
+        mask_NT=logprobs.mask_NT[shortest : shortest + 1],
+        lengths=[logprobs.lengths[shortest]],
+        forward_cut=None,
+        forward=lambda p, row_R: logprobs.forward(p, row_R + shortest),
+        along=(
+            None
+            if along is None
+            else lambda p, direction_C, row_R: along(p, direction_C, row_R + shortest)
+        ),
+    )
+    direction_C = {
+        name: torch.zeros_like(value)[None].expand(2, *value.shape)
+        for name, value in params.items()
+    }
+    why = ""
+    for is_batched in (True, False):
+        try:
+            change_along(one, params, direction_C, is_batched=is_batched)
+            return is_batched, ""
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ) as error:  # torch has no narrower type for an operation without forward mode
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None, why
+
+
+def _gradients(
+    logprobs: LogProbs,
+    params: Params,
+    weight_NT: Tensor,
+    named: dict[tuple[str, str], Tensor],
+    total: Params | None,
+) -> Params:
+    """An empty slot, then the gradient of each named class."""
+    keys = list(named)
+    largest = (
+        {}
+        if total is None
+        else {
+            axis: max(of, key=lambda key: int(named[key].any(1).sum()))
+            for axis, of in _by_axis(keys).items()
+        }
+    )
+    nothing_NT = torch.zeros_like(weight_NT)
+    weight_CNT = torch.stack(
+        [nothing_NT, *(nothing_NT if key in largest.values() else named[key] for key in keys)]
+    )
+    gradient_C = class_gradients(logprobs, params, weight_CNT)
+    for axis, key in largest.items():
+        assert total is not None
+        slot, others = (
+            1 + keys.index(key),
+            [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key],
+        )
+        for name, gradient in gradient_C.items():
+            gradient[slot] = total[name] - sum(gradient[other] for other in others)
+    return gradient_C
+
+
+def _by_axis(keys: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    return {axis: [key for key in keys if key[0] == axis] for axis, _ in keys}
+
+
+def _by_classes(weight_CNT: Tensor) -> dict[tuple[int, ...], list[int]]:
+    """Rows by the tuple of classes in which they have weight; rows without any are left out."""
+    is_in_NC = (weight_CNT != 0).any(-1).T.cpu().tolist()
+    out: dict[tuple[int, ...], list[int]] = {}
+    for row, flags in enumerate(is_in_NC):
+        classes = tuple(c for c, is_in in enumerate(flags) if is_in)
+        if classes:
+            out.setdefault(classes, []).append(row)
+    return out

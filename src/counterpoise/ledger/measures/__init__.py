@@ -1,0 +1,1 @@
+"""What is read off a token's change: flips, sharing, residuals, drift, categories."""

@@ -1,0 +1,75 @@
+"""Who shares a token: its trie node, how many rollouts of each sign pass through it, and what kind
+of context it stands in.
+
+Axes as in ``types``; M trie nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.maths.reduce import groups
+from counterpoise.maths.trie import prefix_nodes
+
+
+class Sharing(NamedTuple):
+    """One entry a token; padding is False and 0 (node -1).
+
+    ``is_full_NT``: every rollout of the group (two at least) is at this context and takes this
+    token.
+    ``is_fork_NT``: rollouts of both signs are at this context and not all of them take the same
+    token (a discriminating context)."""
+
+    node_NT: Tensor
+    positive_NT: Tensor
+    negative_NT: Tensor
+    is_full_NT: Tensor
+    is_fork_NT: Tensor
+
+    @property
+    def is_both_NT(self) -> Tensor:
+        """Rollouts of both signs pass through the node."""
+        return (self.positive_NT > 0) & (self.negative_NT > 0)
+
+    @property
+    def is_shared_NT(self) -> Tensor:
+        """Rollouts with an advantage, two at least, pass through the node."""
+        return self.positive_NT + self.negative_NT > 1
+
+
+def sharing(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor, advantage_N: Tensor) -> Sharing:
+    """Multiplicities of every token's trie node.
+
+    >>> ids_NT = torch.tensor([[5, 6], [5, 7]])
+    >>> out = sharing(ids_NT, torch.ones(2, 2).bool(), torch.tensor([0, 0]), torch.tensor([1.0, -1.0]))
+    >>> out.positive_NT.tolist(), out.is_full_NT.tolist(), out.is_fork_NT.tolist()
+    ([[1, 1], [1, 0]], [[True, False], [True, False]], [[False, True], [False, True]])
+    """
+    nodes, by_group = prefix_nodes(token_ids_NT, mask_NT, group_N), groups(group_N)
+    num_nodes = len(nodes.size_M)
+    node_NT = nodes.node_NT.clamp(min=0)
+    sign_N = advantage_N.sign()
+
+    def counted(is_side_N: Tensor) -> Tensor:
+        return nodes.sum((is_side_N[:, None] & mask_NT).long())
+
+    positive_M, negative_M = counted(sign_N > 0), counted(sign_N < 0)
+    root_N1 = num_nodes + by_group.index_N[:, None]
+    context_NT = torch.cat([root_N1, node_NT[:, :-1]], 1)
+    # nodes, then one root a group: the context of its first tokens
+    positive_C = torch.cat([positive_M, by_group.sum((sign_N > 0).long())])
+    negative_C = torch.cat([negative_M, by_group.sum((sign_N < 0).long())])
+    parent_M = context_NT.new_zeros(num_nodes).index_put((node_NT[mask_NT],), context_NT[mask_NT])
+    children_C = torch.bincount(parent_M, minlength=num_nodes + len(by_group.size_P))
+    is_fork_C = (positive_C > 0) & (negative_C > 0) & (children_C > 1)
+    group_size_N1 = by_group.size_P[by_group.index_N][:, None]
+    return Sharing(
+        node_NT=nodes.node_NT,
+        positive_NT=positive_M[node_NT] * mask_NT,
+        negative_NT=negative_M[node_NT] * mask_NT,
+        is_full_NT=(nodes.size_NT == group_size_N1) & (group_size_N1 > 1) & mask_NT,
+        is_fork_NT=is_fork_C[context_NT] & mask_NT,
+    )

@@ -1,0 +1,33 @@
+"""Plans: which rollouts share an update. ``PLANS`` is the table of names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterpoise.plans.audit import Audit, audit, manifest
+from counterpoise.plans.balance import is_ready, quota, reward_balanced
+from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
+from counterpoise.plans.shard import shard
+
+PLANS: dict[str, Any] = {
+    "query_preserved": query_preserved,
+    "reward_balanced": reward_balanced,
+    "random_rows": random_rows,
+    "length_sorted": length_sorted,
+    "round_robin": round_robin,
+}
+
+__all__ = [
+    "PLANS",
+    "Audit",
+    "audit",
+    "is_ready",
+    "length_sorted",
+    "manifest",
+    "query_preserved",
+    "quota",
+    "random_rows",
+    "reward_balanced",
+    "round_robin",
+    "shard",
+]

@@ -1,0 +1,253 @@
+"""Reward-balanced plans: positives (R > threshold) and negatives balanced in each update.
+
+Reference for all: the Cancellation Hypothesis, arXiv 2605.08666. The idea is the paper's; the
+numbers 3/8 and 5/8 and the ``buffer`` mode follow public code of its likely authors; ``groups`` is
+ours."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.plans.orders import check_steps, deal, joined, rows_by_prompt, shuffled
+from counterpoise.stage import bindable
+
+MODES = ("groups", "per_query", "buffer")
+
+
+@bindable
+def reward_balanced(
+    group_N: Tensor,
+    reward_N: Tensor,
+    length_N: Tensor,
+    *,
+    num_steps: int,
+    generator: torch.Generator | None = None,
+    mode: str = "groups",
+    threshold: float = 0.5,
+    low: float = 3 / 8,
+    high: float = 5 / 8,
+    step_size: int | None = None,
+) -> list[Tensor]:
+    """Steps whose share of positives lies in [low, high], as far as the mode can.
+
+    ``groups``: whole prompts only. Constant groups (all rewards equal, no advantage) are left out.
+    If the rest cannot be dealt into steps inside the band, the most one-sided prompts of the more
+    frequent sign are left out too, as few as needed; if even that does not help, none of them is.
+    ``per_query``: each prompt keeps min(positives, negatives) rollouts of each sign, drawn at
+    random, and stays whole. Where fewer prompts than steps are usable, both modes are
+    ``query_preserved`` of all rows.
+    ``buffer``: the rollouts are a buffer, of which ``quota`` draws ``step_size * num_steps`` rows;
+    prompts are not kept whole.
+
+    Args:
+        group_N: [N] the prompt of each rollout.
+        reward_N: [N] rewards.
+        length_N: [N], not read.
+        num_steps: optimizer steps.
+        generator: draws rows and breaks ties.
+        mode: "groups", "per_query" or "buffer".
+        threshold: a reward above it is a positive.
+        low, high: the band of the positive share.
+        step_size: ``buffer`` only: rows of one step; None takes the largest for which the buffer is
+            ready, all rows if that is none.
+
+    >>> group_N, reward_N = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 1])
+    >>> [step.tolist() for step in reward_balanced(group_N, reward_N, torch.ones(9), num_steps=1)]
+    [[0, 1, 2, 3, 4, 5]]
+    """
+    _check(mode, threshold, low, high, step_size)
+    is_positive_N = reward_N.cpu() > threshold
+    if mode == "buffer":
+        return _buffer(is_positive_N, num_steps, step_size, low, high, generator)
+    rows_P = rows_by_prompt(group_N)
+    check_steps("reward_balanced", num_steps, len(rows_P), "prompts")
+    rows_P = [rows_P[p] for p in shuffled(len(rows_P), generator)]
+    if mode == "per_query":
+        steps = _per_query(rows_P, is_positive_N, num_steps, generator)
+    else:
+        steps = _groups(rows_P, reward_N.cpu(), is_positive_N, num_steps, low, high)
+    return steps or deal(rows_P, num_steps)
+
+
+def is_ready(num_pos: int, num_neg: int, size: int, *, low: float = 3 / 8) -> bool:
+    """Whether a buffer can give a balanced batch of ``size`` rows: the rarer sign has at least
+    ceil(low * size).
+
+    >>> is_ready(384, 384, 1024), is_ready(383, 2000, 1024)
+    (True, False)
+    """
+    return min(num_pos, num_neg) >= math.ceil(low * size - 1e-9)
+
+
+def quota(num_pos: int, num_neg: int, size: int, *, high: float = 5 / 8) -> tuple[int, int]:
+    """How many positives and negatives a batch of ``size`` rows takes: the rarer sign min(all,
+    floor(high * size)), the other fills up.
+
+    Nothing is taken twice, so the batch is smaller than ``size`` where the other sign cannot fill
+    it. Equal counts: positives are the rarer.
+
+    >>> quota(400, 800, 1024), quota(2634, 6582, 1024)
+    ((400, 624), (640, 384))
+    """
+    rare = min(num_pos, num_neg, math.floor(high * size + 1e-9))
+    common = min(max(num_pos, num_neg), size - rare)
+    return (rare, common) if num_pos <= num_neg else (common, rare)
+
+
+def _check(mode: str, threshold: float, low: float, high: float, step_size: int | None) -> None:
+    if mode not in MODES:
+        raise ValueError(f"reward_balanced: mode must be one of {', '.join(MODES)}, got {mode!r}.")
+    if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
+        raise ValueError(f"reward_balanced: threshold must be a finite number, got {threshold!r}.")
+    if not 0 < low <= 0.5 <= high < 1:
+        raise ValueError(
+            f"reward_balanced: expected 0 < low <= 1/2 <= high < 1, got low={low!r}, high={high!r}."
+        )
+    if step_size is not None and (not isinstance(step_size, int) or step_size < 1):
+        raise ValueError(
+            f"reward_balanced: step_size must be an integer >= 1 or None, got {step_size!r}."
+        )
+    if step_size is not None and mode != "buffer":
+        raise ValueError(f"reward_balanced: step_size belongs to mode 'buffer', got mode {mode!r}.")
+
+
+class _Block(NamedTuple):
+    """A whole prompt: its rows, how many of them are positive."""
+
+    row_R: Tensor
+    num_pos: int
+
+    @property
+    def share(self) -> float:
+        return self.num_pos / len(self.row_R)
+
+
+def _groups(
+    rows_P: list[Tensor],
+    reward_N: Tensor,
+    is_positive_N: Tensor,
+    num_steps: int,
+    low: float,
+    high: float,
+) -> list[Tensor]:
+    mixed = [row_R for row_R in rows_P if reward_N[row_R].min() < reward_N[row_R].max()]
+    # Python's sort is stable: equal shares stay in the order that the generator drew
+    blocks = sorted(
+        (_Block(row_R, int(is_positive_N[row_R].sum())) for row_R in mixed),
+        key=lambda block: block.share,
+    )
+    if len(blocks) < num_steps:
+        return []
+    steps = _inside(blocks, num_steps, low, high) or _level(blocks, num_steps)
+    return [joined(block.row_R for block in step) for step in steps]
+
+
+def _inside(
+    blocks: list[_Block], num_steps: int, low: float, high: float
+) -> list[list[_Block]] | None:
+    """Steps inside the band, with as few blocks left out as needed (from the end of the more
+    frequent sign); None if there are none.
+    """
+    while len(blocks) >= num_steps:
+        share = _share(blocks)
+        # the share of the whole is a mean of the steps' shares: outside the band no deal can help
+        if low <= share <= high:
+            steps = _level(blocks, num_steps)
+            if all(low <= _share(step) <= high for step in steps):
+                return steps
+        blocks = blocks[1:] if share < 0.5 else blocks[:-1]
+    return None
+
+
+def _level(blocks: list[_Block], num_steps: int) -> list[list[_Block]]:
+    """Deal blocks, sorted by share, in hands of one a step: the highest share of a hand to the step
+    that lags most. Then swap.
+    """
+    target, steps, excess = _share(blocks), [[] for _ in range(num_steps)], [0.0] * num_steps
+    for start in range(0, len(blocks), num_steps):
+        hand = blocks[start : start + num_steps][::-1]
+        for k, block in zip(sorted(range(num_steps), key=excess.__getitem__), hand):
+            steps[k].append(block)
+            excess[k] += block.num_pos - target * len(block.row_R)
+    for _ in blocks:
+        if not _swapped(steps):
+            break
+    return steps
+
+
+def _swapped(steps: list[list[_Block]]) -> bool:
+    """Swap the pair of blocks that best levels the steps of highest and lowest share; False if no
+    swap brings them nearer.
+    """
+    rich, poor = max(steps, key=_share), min(steps, key=_share)
+    if rich is poor:
+        return False
+    (pos_a, rows_a), (pos_b, rows_b) = _totals(rich), _totals(poor)
+
+    def gap(pair: tuple[int, int]) -> float:
+        a, b = rich[pair[0]], poor[pair[1]]
+        more_pos, more_rows = b.num_pos - a.num_pos, len(b.row_R) - len(a.row_R)
+        return abs(
+            (pos_a + more_pos) / (rows_a + more_rows) - (pos_b - more_pos) / (rows_b - more_rows)
+        )
+
+    best = min(itertools.product(range(len(rich)), range(len(poor))), key=gap)
+    if gap(best) > _share(rich) - _share(poor) - 1e-9:
+        return False
+    rich[best[0]], poor[best[1]] = poor[best[1]], rich[best[0]]
+    return True
+
+
+def _totals(blocks: list[_Block]) -> tuple[int, int]:
+    return sum(block.num_pos for block in blocks), sum(len(block.row_R) for block in blocks)
+
+
+def _share(blocks: list[_Block]) -> float:
+    num_pos, num_rows = _totals(blocks)
+    return num_pos / num_rows
+
+
+def _per_query(
+    rows_P: list[Tensor], is_positive_N: Tensor, num_steps: int, generator: torch.Generator | None
+) -> list[Tensor]:
+    kept = []
+    for row_R in rows_P:
+        sides = row_R[is_positive_N[row_R]], row_R[~is_positive_N[row_R]]
+        count = min(map(len, sides))
+        if count:
+            kept.append(torch.cat([_drawn(side, count, generator) for side in sides]))
+    return deal(kept, num_steps) if len(kept) >= num_steps else []
+
+
+def _buffer(
+    is_positive_N: Tensor,
+    num_steps: int,
+    step_size: int | None,
+    low: float,
+    high: float,
+    generator: torch.Generator | None,
+) -> list[Tensor]:
+    check_steps("reward_balanced", num_steps, len(is_positive_N), "rollouts")
+    sides = is_positive_N.nonzero().flatten(), (~is_positive_N).nonzero().flatten()
+    num_pos, num_neg = map(len, sides)
+    size = step_size * num_steps if step_size else _largest(num_pos, num_neg, low)
+    counts = quota(num_pos, num_neg, size if size >= num_steps else num_pos + num_neg, high=high)
+    positives, negatives = (
+        _drawn(side, count, generator).tensor_split(num_steps) for side, count in zip(sides, counts)
+    )
+    # tensor_split puts the longer parts first: turned round for one side, steps stay equal in size
+    return [joined(pair) for pair in zip(positives, negatives[::-1])]
+
+
+def _largest(num_pos: int, num_neg: int, low: float) -> int:
+    """The largest batch for which the buffer is ready."""
+    return min(num_pos + num_neg, math.floor(min(num_pos, num_neg) / low + 1e-9))
+
+
+def _drawn(row_R: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    return row_R[shuffled(len(row_R), generator)[:count]]

@@ -1,0 +1,20 @@
+"""A language model: load it, score tokens with it, measure the columns that rules need."""
+
+from counterpoise.policy.load import Policy, add_lora, encode_prompts, load_model, locate
+from counterpoise.policy.logp import TokenScores, logp_function, token_logp
+from counterpoise.policy.measure import MEASURED, measure
+from counterpoise.policy.pack import length_buckets
+
+__all__ = [
+    "MEASURED",
+    "Policy",
+    "TokenScores",
+    "add_lora",
+    "encode_prompts",
+    "length_buckets",
+    "load_model",
+    "locate",
+    "logp_function",
+    "measure",
+    "token_logp",
+]

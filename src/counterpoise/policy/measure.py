@@ -1,0 +1,199 @@
+"""Measure: one forward without gradient over finished rollouts, for the columns that rules need and
+no others.
+
+Log-probs here are of ``softmax(z / temperature)``: the sampling distribution before truncation. A
+sampler that also truncated
+(top-k, top-p) renormalised over the tokens it kept, so its ``sampler_logp_NT`` is higher than
+``trainer_logp_NT`` of the same weights.
+
+Axes: N rollouts, T response tokens, M response tokens of one forward laid end to end, D hidden
+    size, K candidates kept of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.maths.head import head_scores, logits_scores
+from counterpoise.policy.backbone import Backbone, backbone, evaluating
+from counterpoise.policy.pack import (
+    Packed,
+    hidden_of,
+    own_logits,
+    packed,
+    response_lengths,
+    row_buckets,
+    shares_prompts,
+)
+
+MEASURED = frozenset(
+    {
+        "trainer_logp_NT",
+        "entropy_NT",
+        "hidden_NTD",
+        "topk_ids_NTK",
+        "topk_logp_NTK",
+        "ref_logp_NT",
+        "head_VD",
+    }
+)
+TOKEN_BUDGET = 16384
+
+
+class _Settings(NamedTuple):
+    temperature: float
+    token_budget: int
+    topk: int
+    chunk: int | None
+
+
+@torch.no_grad()
+def measure(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids_NT: Tensor,
+    mask_NT: Tensor,
+    needs: frozenset[str] | set[str],
+    *,
+    temperature: float = 1.0,
+    token_budget: int = TOKEN_BUDGET,
+    topk: int = 20,
+    chunk: int | None = None,
+    ref_model: Any = None,
+) -> dict[str, Tensor]:
+    """One forward over all rollouts for the columns in ``needs``, and nothing else; dropout off, no
+    gradient.
+
+    ``trainer_logp_NT``, ``entropy_NT``, ``hidden_NTD`` (what feeds the head), ``topk_ids_NTK`` and
+    ``topk_logp_NTK`` (largest first),
+    ``ref_logp_NT`` (a forward of ``ref_model``), ``head_VD`` (the head's weight, not a copy).
+    Padding is 0. Log-probs and entropy are of
+    ``softmax(z / temperature)``, untruncated, float32 or wider.
+
+    Args:
+        model: the causal LM being trained.
+        prompt_ids: the prompt's token ids of every row (N lists).
+        token_ids_NT: the responses, right-padded.
+        mask_NT: True on response tokens.
+        needs: column names; ``MEASURED`` lists them.
+        token_budget: tokens of one forward, prompt and padding included.
+        topk: K.
+        chunk: response tokens whose logits are alive at once (default: 64 MiB of them).
+        ref_model: the frozen reference, for ``ref_logp_NT``.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> ids_NT = torch.tensor([[4, 5], [6, 0]])
+    >>> out = measure(LlamaForCausalLM(config), [[1, 2], [3]], ids_NT, ids_NT > 0, {"entropy_NT", "hidden_NTD"})
+    >>> sorted((name, tuple(column.shape)) for name, column in out.items())
+    [('entropy_NT', (2, 2)), ('hidden_NTD', (2, 2, 8))]
+    """
+    _check(prompt_ids, token_ids_NT, mask_NT, needs, ref_model)
+    settings = _Settings(temperature, token_budget, topk, chunk)
+    columns: dict[str, Tensor] = {}
+    own = set(needs) - {"ref_logp_NT", "head_VD"}
+    if own:
+        columns |= _forward(model, prompt_ids, token_ids_NT, mask_NT, own, settings)
+    if "ref_logp_NT" in needs:
+        ref = _forward(ref_model, prompt_ids, token_ids_NT, mask_NT, {"trainer_logp_NT"}, settings)
+        columns["ref_logp_NT"] = ref["trainer_logp_NT"]
+    if "head_VD" in needs:
+        columns["head_VD"] = model.get_output_embeddings().weight.detach()
+    return columns
+
+
+def _forward(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids_NT: Tensor,
+    mask_NT: Tensor,
+    names: set[str],
+    settings: _Settings,
+) -> dict[str, Tensor]:
+    columns: dict[str, Tensor] = {}
+    with evaluating(model):
+        parts = backbone(model)
+        share = shares_prompts(parts)
+        for picked in row_buckets(
+            prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
+        ):
+            row_B = torch.tensor(picked, device=token_ids_NT.device)
+            rows = packed(
+                [prompt_ids[row] for row in picked],
+                token_ids_NT[row_B],
+                mask_NT[row_B],
+                model.device,
+                share=share,
+            )
+            for name, value in _bucket(model, parts, rows, names, settings).items():
+                if name not in columns:
+                    columns[name] = value.new_zeros(*mask_NT.shape, *value.shape[1:])
+                columns[name][row_B.to(value.device)[rows.row_M], rows.column_M] = value
+    return columns
+
+
+def _bucket(
+    model: Any, parts: Backbone, rows: Packed, names: set[str], settings: _Settings
+) -> dict[str, Tensor]:
+    """The named columns of one forward, one row a response token."""
+    options: dict[str, Any] = {
+        "with_entropy": "entropy_NT" in names,
+        "topk": settings.topk if names & {"topk_ids_NTK", "topk_logp_NTK"} else 0,
+    }
+    found: dict[str, Any] = {}
+    if parts.head is None:
+        _check_hidden(model, names)
+        scores = logits_scores(
+            own_logits(model, rows, settings.temperature), rows.target_M, **options
+        )
+    else:
+        hidden_MD = hidden_of(parts, rows)
+        found["hidden_NTD"] = hidden_MD.to(torch.promote_types(hidden_MD.dtype, torch.float32))
+        if names == {"hidden_NTD"}:
+            return found
+        scores = head_scores(
+            hidden_MD,
+            rows.target_M,
+            parts.head,
+            temperature=settings.temperature,
+            chunk=settings.chunk,
+            **options,
+        )
+    found |= {"trainer_logp_NT": scores.logp_M, "entropy_NT": scores.entropy_M}
+    found |= {"topk_ids_NTK": scores.topk_ids_MK, "topk_logp_NTK": scores.topk_logp_MK}
+    return {name: found[name] for name in names}
+
+
+def _check_hidden(model: Any, names: set[str]) -> None:
+    if "hidden_NTD" in names:
+        raise ValueError(
+            f"measure: hidden_NTD is not known for {type(model).__name__}: its logits are not head"
+            " weight x last hidden state. Choose a method that does not need hidden_NTD."
+        )
+
+
+def _check(
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids_NT: Tensor,
+    mask_NT: Tensor,
+    needs: set[str] | frozenset[str],
+    ref_model: Any,
+) -> None:
+    unknown = sorted(set(needs) - MEASURED)
+    if unknown:
+        raise ValueError(
+            f"measure: cannot measure {unknown[0]!r}. Known: {', '.join(sorted(MEASURED))}."
+        )
+    if len(prompt_ids) != len(mask_NT) or token_ids_NT.shape != mask_NT.shape:
+        raise ValueError(
+            f"measure: {len(prompt_ids)} prompts, token_ids_NT {list(token_ids_NT.shape)}, mask_NT"
+            f" {list(mask_NT.shape)}; expected one prompt a row and equal shapes."
+        )
+    if "ref_logp_NT" in needs and ref_model is None:
+        raise ValueError(
+            "measure: ref_logp_NT is needed and there is no reference model. Pass ref_model."
+        )

@@ -1,0 +1,237 @@
+"""A prompt is read once for all its rollouts in a forward, instead of once a rollout.
+
+Tokens are laid flat, ``[1, P * W + N * S]``: the distinct prompts, then the responses. A decoder's
+layers work token by token and run as they are; attention alone knows rows, and is ours for the
+call: prompts attend to themselves, a response to its prompt and to itself. Log-probs and gradients
+    are those of whole rows, up to rounding.
+
+Axes: N rollouts, P distinct prompts, W prompt width, S response width, K key-value heads, G query
+    heads of each, C head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from counterpoise.policy.prompts import distinct, padded
+from counterpoise.sampling.decoder import rotates_by_length
+
+NAME = "counterpoise_prefix"
+DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
+GRAIN = 8  # tokens; on CUDA products whose sides are no multiple of it take a kernel several times slower
+WORTH_FRAC = 0.9  # of the tokens of whole rows: above it the second attention costs more than the prompts saved
+
+
+class Prefixes(NamedTuple):
+    """Distinct prompts and responses, both right-padded; row n continues prompt ``prompt_N[n]``.
+
+    A response's last token is read by nobody.
+    """
+
+    ids_PW: Tensor
+    length_P: Tensor
+    prompt_N: Tensor
+    ids_NS: Tensor
+
+
+class Size(NamedTuple):
+    """Of a batch of rows: distinct prompts, tokens of the longest one, rows, tokens of the longest
+    response and of the longest row.
+    """
+
+    num_prompts: int = 0
+    prompt_width: int = 0
+    num_rows: int = 0
+    width: int = 0
+    last: int = 0
+
+
+def num_laid_out(size: Size) -> tuple[int, bool]:
+    """(tokens of a forward, padding included; whether prompts are read once): they are where it
+    saves enough.
+
+    >>> num_laid_out(Size(2, 10, 16, 20, 30)), num_laid_out(Size(16, 10, 16, 20, 30))
+    ((340, True), (480, False))
+    """
+    shared, whole = (
+        size.num_prompts * size.prompt_width + size.num_rows * size.width,
+        size.num_rows * size.last,
+    )
+    is_worth_it = shared <= WORTH_FRAC * whole and size.width > 1
+    return (shared if is_worth_it else whole), is_worth_it
+
+
+def prefixes(
+    prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, lengths: Sequence[int]
+) -> Prefixes | None:
+    """The rows as prompts and responses; None where reading prompts once would save too little.
+
+    Args:
+        prompt_ids: the prompt's token ids of every row.
+        token_ids_NT: the responses.
+        lengths: tokens of each.
+
+    >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), [3, 2]).ids_PW.tolist()
+    [[7, 8]]
+    """
+    different, number = distinct(prompt_ids)
+    width, last = max(lengths), max(len(prompt) + own for prompt, own in zip(prompt_ids, lengths))
+    if not num_laid_out(
+        Size(len(different), max(map(len, different)), len(prompt_ids), width, last)
+    )[1]:
+        return None
+    device = token_ids_NT.device
+    grain = GRAIN if device.type == "cuda" else 1
+    ids_NS = token_ids_NT[:, : width - 1]
+    return Prefixes(
+        padded(different, device, grain),
+        torch.tensor([len(prompt) for prompt in different], device=device),
+        torch.tensor(number, device=device),
+        F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),
+    )
+
+
+def can_share(decoder: Any) -> bool:
+    """Whether the decoder's attention can be ours: a known architecture, no window, nothing
+    computed again in the backward, no dropout.
+
+    And no rotation that depends on the longest row: flat tokens may have a position that no row
+    has."""
+    config = decoder.config
+    return (
+        type(decoder).__name__ in DECODERS
+        and config._attn_implementation == "sdpa"
+        and not getattr(config, "use_sliding_window", False)
+        and not rotates_by_length(decoder)
+        and not decoder.is_gradient_checkpointing
+        and not decoder.training
+    )
+
+
+def hidden_of_prefixes(decoder: Any, rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
+    """The hidden states that predict ``response[row_M, column_M]``, [M, D]."""
+    with own_attention(decoder.config):
+        hidden_LD = decoder(
+            input_ids=flat_ids(rows)[None],
+            position_ids=flat_positions(rows),
+            attention_mask=_mask(decoder, rows),
+            use_cache=False,
+            prefix_shape=(*rows.ids_PW.shape, *rows.ids_NS.shape),
+            prefix_N=rows.prompt_N,
+        ).last_hidden_state[0]
+    return hidden_LD.index_select(0, flat_index(rows, row_M, column_M))
+
+
+def flat_ids(rows: Prefixes) -> Tensor:
+    """The token ids as they are laid flat, [P * W + N * S]."""
+    return torch.cat([rows.ids_PW.flatten(), rows.ids_NS.flatten()])
+
+
+def flat_index(rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
+    """Where among the flat tokens ``response[row_M, column_M]`` is predicted."""
+    (num_prompts, width), length = rows.ids_PW.shape, rows.ids_NS.shape[1]
+    last_N = rows.prompt_N * width + rows.length_P[rows.prompt_N] - 1
+    return torch.where(
+        column_M == 0, last_N[row_M], num_prompts * width + row_M * length + column_M - 1
+    )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of flat tokens, as Hugging Face calls it: heads before tokens in, tokens before
+    heads out.
+
+    The G query heads of a key-value head are taken as more queries of it, so that keys need no copy
+    a head."""
+    num_prompts, width, num_rows, length = kwargs["prefix_shape"]
+    (own_q, q), (own_k, k), (own_v, v) = (
+        _split(part, num_prompts, width, num_rows) for part in (query, key, value)
+    )
+    first = F.scaled_dot_product_attention(
+        own_q, own_k, own_v, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (
+        torch.cat([own.index_select(0, kwargs["prefix_N"]), part], 2)
+        for own, part in ((own_k, k), (own_v, v))
+    )
+    queries = q.unflatten(1, (-1, groups)).flatten(2, 3)
+    second = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=attention_mask, scale=scaling
+    )
+    second = second.unflatten(2, (groups, length)).flatten(1, 2)
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in (first, second)])[None], None
+
+
+@contextmanager
+def own_attention(config: Any) -> Iterator[None]:
+    """The model's attention is ``attend`` for the block."""
+    kept = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = kept
+
+
+def _split(part: Tensor, num_prompts: int, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """[1, heads, tokens, C] -> [P, heads, W, C] and [N, heads, S, C]."""
+    cut = num_prompts * width
+    prompts, responses = part[0, :, :cut], part[0, :, cut:]
+    return prompts.unflatten(1, (num_prompts, width)).transpose(0, 1), responses.unflatten(
+        1, (num_rows, -1)
+    ).transpose(0, 1)
+
+
+def flat_positions(rows: Prefixes) -> Tensor:
+    """Positions of the flat tokens, [1, P * W + N * S]."""
+    width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
+    device = rows.ids_PW.device
+    own_PW = torch.arange(width, device=device).expand(len(rows.ids_PW), width)
+    later_NS = rows.length_P[rows.prompt_N, None] + torch.arange(length, device=device)
+    return torch.cat([own_PW.flatten(), later_NS.flatten()])[None]
+
+
+def is_seen(rows: Prefixes) -> Tensor:
+    """[N, 1, S, W + S]: a response token sees its prompt and the response up to itself."""
+    width, length = rows.ids_PW.shape[1], rows.ids_NS.shape[1]
+    device, shape = rows.ids_PW.device, (len(rows.prompt_N), 1, length)
+    prompt_NW = torch.arange(width, device=device) < rows.length_P[rows.prompt_N, None]
+    own_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return torch.cat(
+        [prompt_NW[:, None, None].expand(*shape, width), own_SS.expand(*shape, length)], -1
+    )
+
+
+def _mask(decoder: Any, rows: Prefixes) -> Tensor:
+    """What ``attend`` adds to its scores, [N, 1, G * S, W + S]: 0 where a token is seen, -inf
+    elsewhere.
+
+    Made once for all layers, in the dtype attention computes in and with rows that begin at
+    multiples of ``ALIGNMENT``: from any other mask every layer would make such a one and keep it
+    for the backward."""
+    config, device = decoder.config, rows.ids_PW.device.type
+    seen = is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
+    own = decoder.embed_tokens.weight.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
+    size = *seen.shape[:3], -(-seen.shape[3] // ALIGNMENT) * ALIGNMENT
+    mask = torch.zeros(size, dtype=dtype, device=rows.ids_PW.device)[..., : seen.shape[3]]
+    return mask.masked_fill_(~seen, float("-inf"))
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,207 @@
+"""The list of probes and the way to run one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from counterpoise.errors import nearest
+from counterpoise.probes.output import Output, pooled_tables, write_summary
+from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
+from counterpoise.run.files import step_of
+
+
+class Probe(NamedTuple):
+    """``module`` holds ``probe(scene or run folder and step, output, *, settings)``, which writes
+    tables, ``summarise(tables) -> numbers`` and ``figure(numbers)``.
+    """
+
+    module: str
+    needs_snapshot: bool
+    help: str
+
+    @property
+    def can_pool(self) -> bool:
+        """Probes that follow the run over its steps have nothing to add up."""
+        return self.module.rpartition(".")[2] not in ("flips", "drift")
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        return importlib.import_module(self.module).probe
+
+    def summary(
+        self, folder: Path, facts: dict[str, Any], tables: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Numbers and figure from the tables of one step or of several."""
+        module = importlib.import_module(self.module)
+        numbers = module.summarise(tables)
+        return write_summary(
+            folder, facts | num_prompts(tables), numbers, lambda: module.figure(numbers)
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Names and defaults of its settings."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+PROBES = {
+    "flips": Probe(
+        "counterpoise.probes.flips",
+        False,
+        "E1: tokens that move against their own advantage, over training",
+    ),
+    "coupling": Probe(
+        "counterpoise.probes.coupling",
+        True,
+        "E2: which tokens push which, by the head's kernel and by masking peers",
+    ),
+    "counterfactual": Probe(
+        "counterpoise.probes.counterfactual",
+        True,
+        "E3: the update with positives, negatives or the head alone",
+    ),
+    "value": Probe(
+        "counterpoise.probes.value", True, "E4: Monte Carlo value of boosted and suppressed tokens"
+    ),
+    "exchangeability": Probe(
+        "counterpoise.probes.exchangeability",
+        True,
+        "what is left at shared tokens under several losses",
+    ),
+    "tax": Probe(
+        "counterpoise.probes.tax",
+        True,
+        "KL spent at shared contexts beside the KL where rollouts part",
+    ),
+    "drift": Probe(
+        "counterpoise.probes.drift", True, "how the policy moves among verified solutions"
+    ),
+}
+
+
+def run_probe(
+    run_dir: Path,
+    name: str,
+    step: int | None = None,
+    settings: dict[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    scene: Scene | None = None,
+) -> dict[str, Any]:
+    """Run a probe, or what is left of it, and return its summary (also in
+    ``RUN/probes/<name>/step_N/summary.json``).
+
+    Args:
+        run_dir: a run folder.
+        name: one of ``PROBES``.
+        step: the rollout batch; the last one that can be probed by default.
+        settings: of the probe, see ``PROBES[name].settings``.
+        fresh: begin again.
+        scene: the step, if it is open already: for several probes of one step.
+    """
+    output = make_tables(run_dir, name, step, settings, fresh=fresh, scene=scene)
+    return PROBES[name].summary(output.folder, output.facts, output.tables())
+
+
+def make_tables(
+    run_dir: Path,
+    name: str,
+    step: int | None = None,
+    settings: dict[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    scene: Scene | None = None,
+) -> Output:
+    """The raw data of a probe alone, without numbers and figure."""
+    chosen = probe_of(name)
+    whole = chosen.settings | checked(name, settings or {}, chosen.settings)
+    read_config(run_dir)
+    step = last_step(run_dir, chosen.needs_snapshot) if step is None else step
+    if chosen.needs_snapshot:
+        checkpoint_of(run_dir, step)
+    subject = (scene or open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
+    output = Output(run_dir, name, step, whole, fresh=fresh)  # last: --fresh drops what is there
+    chosen.run(*subject, output, **whole)
+    return output
+
+
+def pool(run_dir: Path, name: str) -> dict[str, Any]:
+    """The numbers of a probe over all steps at which it was run; prompts of different steps are
+    different clusters.
+
+    Written to ``RUN/probes/<name>/pooled/``.
+    """
+    chosen = probe_of(name)
+    if not chosen.can_pool:
+        raise ValueError(
+            f"probe {name!r} covers the run up to its step already. Run it at the last step instead"
+            " of pooling."
+        )
+    folders = [
+        path.parent for path in sorted((run_dir / "probes" / name).glob("step_*/summary.json"))
+    ]
+    if not folders:
+        raise ValueError(
+            f"{run_dir}: probe {name} was not run at any step yet. Run it with --step first."
+        )
+    folder = run_dir / "probes" / name / "pooled"
+    return chosen.summary(
+        folder,
+        {"probe": name, "steps": [step_of(path) for path in folders]},
+        pooled_tables(folders),
+    )
+
+
+def num_prompts(tables: dict[str, Any]) -> dict[str, int]:
+    """On how many prompts the intervals rest at most; nothing where no table tells prompts apart
+    (negative numbers are no prompts).
+    """
+    found = [
+        table["group"][table["group"] >= 0].nunique()
+        for table in tables.values()
+        if "group" in table
+    ]
+    return {"num_prompts": int(max(found))} if found else {}
+
+
+def probe_of(name: str) -> Probe:
+    """A probe by name; an unknown one is an error that names the nearest."""
+    if name not in PROBES:
+        raise ValueError(f"unknown probe {name!r}. {nearest(name, PROBES)}")
+    return PROBES[name]
+
+
+def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Settings with known names and values of the default's type."""
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"probe {name}: unknown setting {key!r}. {nearest(key, known)}")
+        if isinstance(known[key], bool) != isinstance(value, bool):
+            raise ValueError(
+                f"probe {name}: {key} must be"
+                f" {'true or false' if isinstance(known[key], bool) else 'a number'}, got"
+                f" {value!r}."
+            )
+        least = 0 if key == "seed" else 1
+        if isinstance(known[key], int) and (not isinstance(value, int) or value < least):
+            raise ValueError(
+                f"probe {name}: {key} must be a whole number from {least} on, got {value!r}."
+            )
+    return given
+
+
+def last_step(run_dir: Path, needs_snapshot: bool) -> int:
+    """The last step with everything that a probe reads."""
+    folder, pattern = ("checkpoints", "step_*") if needs_snapshot else ("tokens", "step_*.parquet")
+    steps = sorted((step_of(path) for path in (run_dir / folder).glob(pattern)), reverse=True)
+    if needs_snapshot:
+        steps = [k for k in steps if (run_dir / "rollouts" / f"step_{k:06d}.parquet").is_file()]
+    if not steps:
+        keys = "keep_every and save_rollouts_every" if needs_snapshot else "ledger.every"
+        raise ValueError(f"{run_dir}: no step to probe in {folder}/. Train with {keys}.")
+    return steps[0]

@@ -1,0 +1,1 @@
+"""The charts of the report: what each shows, and how it is drawn."""

@@ -1,0 +1,267 @@
+"""The report's charts: what each shows, how to read it, what the number is, and how it is drawn.
+
+``counterpoise.plot`` is the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from counterpoise.report import credit_numbers as tokens
+from counterpoise.report.charts.series import (
+    Draw,
+    of_cancellation,
+    of_evals,
+    of_flips,
+    of_keys,
+    of_ledger,
+    of_metric,
+    of_positive_share,
+    of_prediction,
+    of_signed_bars,
+    of_tokens,
+)
+from counterpoise.report.charts.style import Drawing
+from counterpoise.report.groups import Group
+
+
+class Chart(NamedTuple):
+    """A chart of the report.
+
+    Attributes:
+        help: one line on how to read it.
+        definition: what the number is.
+        draw: ``draw(groups, step)`` gives None where the files hold nothing to draw.
+        is_wide: takes the whole width of the page.
+        needs: what to switch on in the recipe where the files hold nothing.
+    """
+
+    name: str
+    section: str
+    title: str
+    help: str
+    definition: str
+    draw: Draw
+    is_wide: bool = False
+    needs: str = ""
+
+
+def draw(chart: Chart, groups: Sequence[Group], step: int | None = None) -> Drawing | None:
+    """A chart of some groups of runs; ``step`` chooses the tokens table (the last one by default)."""
+    return chart.draw(groups, step)
+
+
+CHARTS: tuple[Chart, ...] = (
+    Chart(
+        "accuracy",
+        "learning",
+        "Held-out accuracy",
+        "The result. Prompts were never trained on; differences smaller than the band are noise.",
+        "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds for"
+        " three or more (two: their range).",
+        of_evals,
+        is_wide=True,
+        needs="eval.every in the recipe",
+    ),
+    Chart(
+        "reward",
+        "learning",
+        "Training reward",
+        "Should rise; a jagged line is the noise of a small batch, a lasting fall is instability.",
+        "Mean of the grader's number over all rollouts of a batch.",
+        of_metric("reward/mean"),
+    ),
+    Chart(
+        "entropy",
+        "learning",
+        "Policy entropy",
+        "A slow fall is learning; a drop to zero means the policy stopped exploring, a climb that"
+        " it falls apart.",
+        "Mean over response tokens of the entropy of the sampling distribution, in nats.",
+        of_metric("entropy/mean", zero=True),
+    ),
+    Chart(
+        "length",
+        "learning",
+        "Response length",
+        "A drift without a gain in accuracy is the reward or the reduction paying for length.",
+        "Mean number of response tokens a rollout.",
+        of_metric("rollouts/length"),
+    ),
+    Chart(
+        "grad_norm",
+        "learning",
+        "Gradient norm",
+        "Spikes come before collapses; a flat line at the clip norm means that every step is"
+        " clipped.",
+        "L2 norm of the gradient before clipping, mean over the optimizer steps of a batch.",
+        of_metric("loss/grad_norm", zero=True),
+    ),
+    Chart(
+        "pairs_kept",
+        "plan",
+        "Pairs that meet",
+        "1 means that good and bad answers to one prompt are always in the same optimizer step,"
+        " where their shared tokens can cancel.",
+        "Share of same-prompt (positive, negative) pairs of rollouts that one optimizer step holds"
+        " together.",
+        of_metric("plan/pairs_kept", zero=True),
+    ),
+    Chart(
+        "positive_share",
+        "plan",
+        "Positives in a step",
+        "A narrow band means that optimizer steps are balanced alike; a wide one that some see"
+        " mostly failures.",
+        "Share of rollouts with reward above 0.5 in an optimizer step; the band runs from the least"
+        " to the most positive step of a batch.",
+        of_positive_share,
+    ),
+    Chart(
+        "weights",
+        "credit",
+        "Token weights",
+        "A spike at 1 is uniform credit; what is left or right of it is what the credit rules"
+        " changed.",
+        "Weight = credit / advantage, one number a token. The outermost percent is drawn in the"
+        " outer bins.",
+        of_tokens("weights", "weight"),
+    ),
+    Chart(
+        "credit",
+        "credit",
+        "Token credit",
+        "Right of 0 pushes a token up, left of 0 down; the two sides should weigh about the same.",
+        "Credit: the signed number a token that the loss gets.",
+        of_tokens("advantages", "credit"),
+    ),
+    Chart(
+        "categories",
+        "credit",
+        "Where the credit goes",
+        "Credit on template tokens teaches format; credit on numbers and reasoning words teaches"
+        " the task.",
+        "Share of the sum of |credit| by token category, within the tokens of one sign. Whiskers:"
+        " 95% bootstrap over prompts.",
+        of_signed_bars(tokens.category_mass, "share of |credit|"),
+        is_wide=True,
+    ),
+    Chart(
+        "flips",
+        "ledger",
+        "Flips",
+        "0 would mean that every token moved as its own advantage says; what is above is other"
+        " tokens winning.",
+        "Share of tokens whose log-prob moved against the sign of their own advantage. Band: 95%"
+        " bootstrap over prompts, or over seeds.",
+        of_flips,
+        is_wide=True,
+    ),
+    Chart(
+        "changes",
+        "ledger",
+        "Boosted and suppressed",
+        "If good and bad answers show like shares, the update does not tell them apart token by"
+        " token.",
+        "Share of tokens whose log-prob rose, fell, or stayed within the noise floor, by the sign"
+        " of the advantage, at the last ledger step.",
+        of_signed_bars(tokens.change_shares, "share of tokens"),
+    ),
+    Chart(
+        "predicted",
+        "ledger",
+        "Predicted against actual change",
+        "Points on the dotted line: the first-order account explains the update, so its parts can"
+        " be trusted.",
+        "Predicted: first-order change of the log-prob along the step that the parameters took. r:"
+        " Pearson's correlation over all tokens, 95% bootstrap over prompts; points: a sample.",
+        of_prediction,
+    ),
+    Chart(
+        "cancellation",
+        "ledger",
+        "Cancellation by sharedness",
+        "Tokens that good and bad answers share should cancel (high); tokens of one side should not"
+        " (low).",
+        "1 - |sum of the parts| / sum of |parts|, a part being what positive, negative or other"
+        " rollouts did to the token; mean over tokens, 95% bootstrap over prompts. Shared: the same"
+        " prompt, the same tokens so far, the same token.",
+        of_cancellation,
+        needs="ledger.decompose in the recipe",
+    ),
+    Chart(
+        "residuals",
+        "ledger",
+        "What is left at shared tokens",
+        "0: what good and bad answers share cancels; 1: nothing of it does. The other lines say"
+        " which part of the method broke it.",
+        "At a token that rollouts of both signs share: |sum of their coefficients| / sum of"
+        " |coefficients| (coefficient: what multiplies the token's gradient), mean over such"
+        " tokens; band: 95% bootstrap over prompts. From ...: what the residual loses with that"
+        " cause off.",
+        of_ledger(
+            "residual",
+            ("ledger/residual/full", "residual"),
+            also=(
+                ("ledger/residual/coupling", "from weights of the loss"),
+                ("ledger/residual/clip", "from the clip"),
+                ("ledger/residual/length", "from the length"),
+            ),
+        ),
+    ),
+    Chart(
+        "tax",
+        "ledger",
+        "Learning tax",
+        "Change where all answers agree is paid for nothing; change at the forks is what learning"
+        " is for.",
+        "KL(after || before) of an optimizer step, in nats, mean over tokens by context: all"
+        " rollouts, or both signs, take this token; forks: they part here. Band: 95% bootstrap over"
+        " prompts.",
+        of_ledger(
+            "tax",
+            ("ledger/tax/shared", "shared by all"),
+            ("ledger/tax/both_signs", "shared by both signs"),
+            ("ledger/tax/discriminating", "forks"),
+            ("ledger/tax/other", "elsewhere"),
+        ),
+    ),
+    Chart(
+        "tax_cumulative",
+        "ledger",
+        "Learning tax so far",
+        "The steeper the shared line against the forks, the more of the training went into what no"
+        " answer needed changed.",
+        "The same KL summed over the optimizer steps that the ledger accounted for so far;"
+        " intervals with several seeds only.",
+        of_keys(
+            ("ledger/tax/cumulative_shared", "shared by all"),
+            ("ledger/tax/cumulative_both_signs", "shared by both signs"),
+            ("ledger/tax/cumulative_discriminating", "forks"),
+            ("ledger/tax/cumulative_other", "elsewhere"),
+        ),
+    ),
+    Chart(
+        "drift",
+        "ledger",
+        "Solution drift",
+        "Moves among equally correct solutions: taste, not skill. A method that only removes errors"
+        " stays near 0.",
+        "Mean over a frozen bank of prompts of |change of the log-odds between two verified"
+        " solutions| since they were first scored; intervals with several seeds only.",
+        of_keys(("ledger/drift/log_odds_change", "log-odds change")),
+        needs="ledger.bank in the recipe, and prompts with two verified solutions",
+    ),
+    Chart(
+        "shared_entropy",
+        "ledger",
+        "Entropy of shared and other tokens",
+        "Entropy that falls at shared tokens closes paths that no answer needed closed.",
+        "Mean entropy of the policy, in nats, at tokens that two or more rollouts with an advantage"
+        " share and at the others. Band: 95% bootstrap over prompts.",
+        of_ledger(
+            "entropy", ("ledger/entropy/shared", "shared"), ("ledger/entropy/other", "not shared")
+        ),
+    ),
+)

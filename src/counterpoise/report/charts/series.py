@@ -1,0 +1,305 @@
+"""How each chart of the report is drawn from groups of runs: curves over batches, numbers of one
+batch's tokens, the ledger over time.
+
+A drawing is a function of (groups, step); ``step`` chooses the tokens table, the last one by
+default. None: the files hold nothing to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from counterpoise.maths.intervals import Interval, over_seeds
+from counterpoise.report import credit_numbers as tokens
+from counterpoise.report.charts import style as figures
+from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
+from counterpoise.report.credit_numbers import SIGNS, Row
+from counterpoise.report.groups import Curve, Group, curve, eval_curve
+from counterpoise.report.ledger_numbers import ledger_rows
+from counterpoise.text import with_interval
+
+MAX_LEDGER_STEPS = 40
+HISTOGRAM_DASH = {
+    "positive": "solid",
+    "negative": "dot",
+}  # outlines of both signs may fall together
+Draw = Callable[[Sequence[Group], "int | None"], "Drawing | None"]
+
+
+def of_metric(key: str, *, zero: bool = False) -> Draw:
+    """Curves of one key of metrics.jsonl."""
+
+    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+        found = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
+        return figures.curves(found, zero=zero) if found else None
+
+    return draw
+
+
+def of_keys(*names: tuple[str, str]) -> Draw:
+    """Several keys of metrics.jsonl in one chart: (key, label).
+
+    With several groups each has a colour, and each key a dash.
+    """
+
+    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+        lines = [
+            line
+            for at, group in enumerate(groups)
+            for line in _key_lines(group, at, names, len(groups) == 1)
+        ]
+        return figures.lines(lines) if lines else None
+
+    return draw
+
+
+def of_evals(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    found = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
+    return figures.curves(found, markers=True, x="rollout batches trained") if found else None
+
+
+def of_positive_share(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    """The band from the least to the most positive optimizer step of each batch."""
+    low = [curve(group, "plan/positive_frac_min") for group in groups]
+    high = [curve(group, "plan/positive_frac_max") for group in groups]
+    found = [
+        (g.label, _band(a, b))
+        for g, a, b in zip(groups, low, high)
+        if a is not None and b is not None
+    ]
+    if not found:
+        return None
+    drawing = figures.curves(found)
+    drawing.figure.update_yaxes(range=[0, 1])
+    return drawing
+
+
+def of_tokens(column: str, x: str) -> Draw:
+    """Distribution of a token column by the sign of the advantage."""
+
+    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+        found = []
+        for at, (group, frame) in enumerate(_frames(groups, step)):
+            if not tokens.has(frame, column, "sign"):
+                continue
+            for sign, name in SIGNS.items():
+                value = np.asarray(
+                    frame[column][(frame["sign"] == sign) & frame[column].notna()], float
+                )
+                if len(value):
+                    found.append(
+                        (
+                            _signed(group, name, groups),
+                            _shade(at, name, groups),
+                            HISTOGRAM_DASH[name],
+                            value,
+                        )
+                    )
+        return figures.histograms(found, x=x) if found else None
+
+    return draw
+
+
+def of_signed_bars(number_of: Callable[[pd.DataFrame], dict[str, list[Row]]], y: str) -> Draw:
+    """Bars of one batch's tokens, positive beside negative; with several groups negative ones are
+    hollow.
+    """
+
+    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+        found = []
+        for at, (group, frame) in enumerate(_frames(groups, step)):
+            for name, rows in number_of(frame).items():
+                style = "hollow" if len(groups) > 1 and name == "negative" else "bar"
+                found.append((_signed(group, name, groups), _shade(at, name, groups), style, rows))
+        return figures.bars(found, y=y) if found else None
+
+    return draw
+
+
+def of_prediction(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    found = []
+    for at, (group, frame) in enumerate(_frames(groups, step)):
+        seen = tokens.prediction(frame)
+        if seen is not None:
+            label = f"{group.label}, batch {frame.attrs['step']}"
+            text = f"r = {with_interval(*seen.correlation, digits=4)}, {seen.num_tokens:,} tokens"
+            xs, ys = seen.sample["predicted"].to_numpy(float), seen.sample["delta"].to_numpy(float)
+            found.append((label, figures.colour(at), xs, ys, text))
+    return (
+        figures.scatter(found, x="predicted change of the log-prob", y="actual change")
+        if found
+        else None
+    )
+
+
+def of_cancellation(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    found = []
+    for at, (group, frame) in enumerate(_frames(groups, step)):
+        rows = [row for row in tokens.cancellation_by_sharing(frame) if row.count]
+        if rows:
+            found.append((group.label, figures.colour(at), "bar", rows))
+    return figures.bars(found, y="mean cancellation") if found else None
+
+
+def of_flips(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    """Flip rate by sign over the steps that have a ledger."""
+    lines = []
+    for at, group in enumerate(groups):
+        for name, (steps, rows) in ledger_series(group, "flips").items():
+            lines.append(
+                Line(
+                    _signed(group, name, groups),
+                    _shade(at, name, groups),
+                    SIGN_DASH[name],
+                    steps,
+                    rows,
+                )
+            )
+    if not lines:
+        return None
+    drawing = figures.lines(lines, y="share of tokens")
+    drawing.figure.update_yaxes(tickformat=".0%")
+    return drawing
+
+
+def of_ledger(name: str, *names: tuple[str, str], also: Sequence[tuple[str, str]] = ()) -> Draw:
+    """A number of the ledger with its interval over prompts; from metrics.jsonl, without, where the
+    run has no tokens for it.
+
+    Args:
+        name: of the number in ``ledger_rows``.
+        names: (key of metrics.jsonl, label of the row) of its lines.
+        also: further lines that only metrics.jsonl has; with several groups those that are 0 are
+            left out.
+    """
+
+    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+        lines = []
+        for at, group in enumerate(groups):
+            series = ledger_series(group, name)
+            of_tokens = [
+                _line(group, at, k, label, *series[label], len(groups) == 1)
+                for k, (_, label) in enumerate(names)
+                if label in series
+            ]
+            lines += of_tokens or _key_lines(group, at, names, len(groups) == 1)
+            others = _key_lines(group, at, also, len(groups) == 1, offset=len(names))
+            lines += [line for line in others if len(groups) == 1 or figures.size_of(line) > 1e-6]
+        return figures.lines(lines) if lines else None
+
+    return draw
+
+
+def ledger_series(group: Group, name: str) -> dict[str, tuple[list[int], list[Row]]]:
+    """label -> steps and rows of every step that has a tokens table; over seeds where there are
+    several runs, else over prompts.
+    """
+    steps = sorted({step for run in group.runs for step in run.steps("tokens")})
+    picked = [
+        steps[k]
+        for k in sorted(
+            {round(x) for x in np.linspace(0, len(steps) - 1, min(len(steps), MAX_LEDGER_STEPS))}
+        )
+    ]
+    out: dict[str, tuple[list[int], list[Row]]] = {}
+    for step in picked:
+        found = [
+            ledger_rows(run, step).get(name, [])
+            for run in group.runs
+            if step in run.steps("tokens")
+        ]
+        for label in dict.fromkeys(row.label for rows in found for row in rows):
+            same = [
+                row
+                for rows in found
+                for row in rows
+                if row.label == label and np.isfinite(row.value.mean)
+            ]
+            if same:
+                at, rows = out.setdefault(label, ([], []))
+                at.append(step)
+                rows.append(same[0] if len(same) == 1 else _over_runs(same))
+    return out
+
+
+def _key_lines(
+    group: Group, at: int, names: Sequence[tuple[str, str]], is_alone: bool, offset: int = 0
+) -> list[Line]:
+    lines = []
+    for k, (key, label) in enumerate(names):
+        found = curve(group, key)
+        if found is not None:
+            rows = [
+                Row(label, Interval(*map(float, bounds)), 0)
+                for bounds in zip(found.mean, found.low, found.high)
+            ]
+            lines.append(
+                _line(
+                    group, at, k + offset, label, [int(step) for step in found.step], rows, is_alone
+                )
+            )
+    return lines
+
+
+def _line(
+    group: Group, at: int, k: int, label: str, steps: list[int], rows: list[Row], is_alone: bool
+) -> Line:
+    """The ``k``-th line of the ``at``-th group."""
+    if is_alone:
+        return Line(label, figures.colour(k), "solid", steps, rows)
+    return Line(
+        f"{group.label}: {label}",
+        figures.colour(at),
+        figures.DASHES[k % len(figures.DASHES)],
+        steps,
+        rows,
+    )
+
+
+def _frames(groups: Sequence[Group], step: int | None) -> list[tuple[Group, pd.DataFrame]]:
+    """The tokens of a step, pooled over the runs of each group; prompts of different runs stay
+    apart.
+    """
+    out = []
+    for group in groups:
+        found = [tokens.tokens_of(run, step) for run in group.runs]
+        parts = [
+            frame.assign(group=_apart(frame, k))
+            for k, pair in enumerate(found)
+            if pair is not None
+            for _, frame in [pair]
+        ]
+        if parts:
+            pooled = pd.concat(parts, ignore_index=True)
+            pooled.attrs["step"] = next(pair[0] for pair in found if pair is not None)
+            out.append((group, pooled))
+    return out
+
+
+def _apart(frame: pd.DataFrame, run: int) -> pd.Series:
+    prompt = frame["group"] if "group" in frame else pd.Series(0, index=frame.index)
+    return prompt.fillna(-1).astype("int64") + run * 1_000_000
+
+
+def _over_runs(rows: list[Row]) -> Row:
+    values = [row.value.mean for row in rows]
+    interval = (
+        Interval(float(np.mean(values)), min(values), max(values))
+        if len(values) == 2
+        else over_seeds(values)
+    )
+    return Row(rows[0].label, interval, sum(row.count for row in rows))
+
+
+def _band(low: Curve, high: Curve) -> Curve:
+    return Curve(low.step, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
+
+
+def _signed(group: Group, sign: str, groups: Sequence[Group]) -> str:
+    return f"{sign} advantage" if len(groups) == 1 else f"{group.label}, {sign}"
+
+
+def _shade(at: int, sign: str, groups: Sequence[Group]) -> str:
+    return SIGN_COLOUR[sign] if len(groups) == 1 else figures.colour(at)

@@ -1,0 +1,86 @@
+"""The report's charts for a notebook: ``counterpoise.plot.accuracy("runs/demo")`` gives a plotly
+figure.
+
+Each takes a run folder, a ``load_run`` table, or a list of them (runs that differ by the seed alone become one line with an interval)::
+
+    cp.plot.accuracy(["runs/grpo-0", "runs/grpo-1", "runs/delta-0"])
+    cp.plot.flips("runs/demo")
+    cp.plot.weights("runs/demo", step=50)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from counterpoise.report.charts import cards as charts
+from counterpoise.report.groups import grouped
+from counterpoise.run.read import RunFolder, open_run
+from counterpoise.run.tables import Run
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Source = str | Path | Run | RunFolder
+
+
+def chart(name: str, runs: Source | Sequence[Source], step: int | None = None) -> go.Figure:
+    """A chart by name.
+
+    Args:
+        name: one of ``names()``.
+        runs: a run folder, a loaded run, or several.
+        step: for charts of tokens, which batch; the last one with a ledger by default.
+    """
+    found = {chart.name: chart for chart in charts.CHARTS}.get(name)
+    if found is None:
+        raise ValueError(f"plot: unknown chart {name!r}. Known: {', '.join(names())}.")
+    several = [runs] if isinstance(runs, (str, Path, Run, RunFolder)) else runs
+    drawing = charts.draw(found, grouped([_folder(run) for run in several]), step)
+    if drawing is None:
+        raise ValueError(
+            f"plot.{name}: these runs hold no data for {found.title!r}. {found.definition}"
+        )
+    return drawing.figure.update_layout(
+        title={"text": found.title, "x": 0},
+        showlegend=True,
+        margin={"t": 48},
+        height=360,
+        template="plotly_white",
+    )
+
+
+def names() -> list[str]:
+    """Names of the charts.
+
+    >>> names()[:3]
+    ['accuracy', 'reward', 'entropy']
+    """
+    return [chart.name for chart in charts.CHARTS]
+
+
+def _folder(run: Source) -> RunFolder:
+    if isinstance(run, Run):
+        return run.folder
+    return run if isinstance(run, RunFolder) else open_run(run)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in names():
+        raise AttributeError(
+            f"counterpoise.plot has no chart {name!r}. Known: {', '.join(names())}."
+        )
+
+    def draw(runs: Source | Sequence[Source], step: int | None = None) -> go.Figure:
+        return chart(name, runs, step)
+
+    draw.__name__ = name
+    draw.__doc__ = next(
+        f"{c.title}: {c.help} {c.definition}" for c in charts.CHARTS if c.name == name
+    )
+    return draw
+
+
+def __dir__() -> list[str]:
+    return ["chart", "names", *names()]

@@ -1,0 +1,146 @@
+"""Checkpoints: a plain Hugging Face folder with the optimizer (safetensors) and the loop's state
+(JSON) beside it. Nothing is unpickled.
+
+``checkpoints/step_K`` is the state before rollout batch K. It is complete or absent: a folder is
+filled under another name, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from counterpoise.policy.load import quiet
+from counterpoise.run.files import step_file, step_of, write_folder, write_json
+from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.trainer.config import ConfigError
+
+ADAM = ("exp_avg", "exp_avg_sq", "step")
+
+
+class LoopState(NamedTuple):
+    """What the loop carries from one rollout batch to the next, besides weights and optimizer.
+
+    JSON.
+    """
+
+    step: int = 0
+    num_prompts: int = 0
+    num_updates: int = 0
+    num_tokens: int = 0
+    num_grader_failures: int = 0
+    method: dict[str, Any] | None = None
+    ledger: dict[str, Any] | None = None
+
+
+def save(
+    run_dir: Path,
+    policy: Any,
+    optimizer: torch.optim.Optimizer,
+    state: LoopState,
+    *,
+    keep: int,
+    keep_every: int,
+) -> Path:
+    """Write ``checkpoints/step_K`` and drop older ones beyond ``keep`` (those at multiples of
+    ``keep_every`` stay).
+    """
+    path = step_file(run_dir, "checkpoints", state.step, "")
+
+    def fill(folder: Path) -> None:
+        with quiet():
+            policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        save_file(
+            optimizer_tensors(optimizer) | {"torch_rng": torch.get_rng_state()},
+            folder / "optimizer.safetensors",
+        )
+        write_json(folder / "state.json", {"schema_version": SCHEMA_VERSION, **state._asdict()})
+
+    try:
+        write_folder(path, fill)
+    except OSError as error:
+        raise OSError(
+            f"checkpoint {path} could not be written ({error}). The last good checkpoint is kept;"
+            " free some space."
+        ) from error
+    for stale in checkpoints(run_dir)[:-keep]:
+        if not (keep_every and step_of(stale) % keep_every == 0):
+            shutil.rmtree(stale)
+    return path
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [
+        path
+        for path in (run_dir / "checkpoints").glob("step_*")
+        if re.fullmatch(r"step_\d+", path.name)
+    ]
+    return sorted((path for path in found if (path / "state.json").is_file()), key=step_of)
+
+
+def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
+    """Load weights, optimizer and RNG in place; returns the loop's state."""
+    state = json.loads((path / "state.json").read_text())
+    if state.pop("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: written by another version of counterpoise (schema {SCHEMA_VERSION} is"
+            " expected)."
+        )
+    load_weights(path, model)
+    tensors = load_file(path / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop("torch_rng"))
+    load_optimizer(optimizer, tensors)
+    return LoopState(**state)
+
+
+def load_weights(path: Path, model: Any) -> None:
+    """Weights of a checkpoint into a model of the same shape; adapters alone where the model has
+    adapters.
+    """
+    if (path / "adapter_model.safetensors").is_file():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+        return
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        tensors |= load_file(file)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    if unexpected or set(missing) - tied:
+        raise ConfigError(
+            f"{path}: weights do not fit the model: missing {sorted(set(missing) - tied)[:3]},"
+            f" unexpected {unexpected[:3]}."
+        )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Adam's state as named tensors: ``<index>.exp_avg`` and so on, in the order of the parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{k}.{key}": optimizer.state[p][key].contiguous()
+        for k, p in enumerate(params)
+        if p in optimizer.state
+        for key in ADAM
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The reverse of ``optimizer_tensors``, in place and bit for bit."""
+    params = [(p, group.get("fused")) for group in optimizer.param_groups for p in group["params"]]
+    for k, (p, is_fused) in enumerate(params):
+        if f"{k}.step" in tensors:
+            where = {
+                key: p.device if key != "step" or is_fused else "cpu" for key in ADAM
+            }  # a fused step counts on the device
+            optimizer.state[p] = {key: tensors[f"{k}.{key}"].to(where[key]).clone() for key in ADAM}
+        else:
+            optimizer.state.pop(p, None)

@@ -1,0 +1,1 @@
+"""Dumps of other trainers as run folders."""

@@ -1,0 +1,250 @@
+"""Other trainers' dumps as a run folder, so that the viewer, the report and the audit serve their
+runs too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from counterpoise.run.files import append_json, step_file, write_json, write_table
+from counterpoise.run.importers.formats import FORMATS, Encode, Imported
+from counterpoise.run.schema import SCHEMA_VERSION
+
+TOKEN_LISTS = (
+    "inference_logprobs",
+    "trainer_logprobs",
+    "entropy",
+    "importance_ratio",
+    "advantages",
+    "is_clipped",
+)
+
+
+def import_run(
+    kind: str,
+    source: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    rewards: Sequence[str] = (),
+    categories: Callable[[Sequence[str]], list[str]] | None = None,
+) -> dict[int, int]:
+    """Read a dump and write a run folder; returns how many rollouts each step has.
+
+    Args:
+        kind: ``prime-rl``, ``nemo-rl``, ``slime`` or ``trl``.
+        source: a file of the dump, or a folder that holds some.
+        out: the run folder to make; must not hold anything yet.
+        tokenizer: a ``tokenizer.json``, or a folder with one, for the texts of token ids.
+        rewards: for ``trl``, columns whose sum is the reward; all numeric ones by default.
+        categories: token texts -> category names.
+    """
+    if kind not in FORMATS:
+        close = difflib.get_close_matches(kind, FORMATS, 1)
+        raise ValueError(
+            f"import: unknown format {kind!r}."
+            f" {f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(FORMATS)}."
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"import: {str(out)!r} is not empty. Choose another folder with --out.")
+    read, pattern = FORMATS[kind]
+    decode, encode = _tokenizer(tokenizer) if tokenizer else (None, None)
+    by_step: dict[int, list[Imported]] = defaultdict(list)
+    for rollout in read(_files(source, pattern), encode, rewards):
+        if rollout.columns["token_ids"]:
+            by_step[rollout.step].append(rollout)
+    if not by_step:
+        raise ValueError(f"import: no rollouts with tokens in {str(source)!r}.")
+    for step in sorted(by_step):
+        _write_step(out, step, by_step[step], decode, categories)
+    write_json(
+        out / "manifest.json",
+        {"schema_version": SCHEMA_VERSION, "imported_from": kind, "method": {"name": kind}},
+    )
+    return {step: len(rows) for step, rows in sorted(by_step.items())}
+
+
+def _write_step(out: Path, step: int, rows: list[Imported], decode: Any, categories: Any) -> None:
+    groups: dict[Any, int] = {}
+    group_N = [
+        groups.setdefault(
+            row.prompt if row.prompt is not None else tuple(row.prompt_ids), len(groups)
+        )
+        for row in rows
+    ]
+    texts = _texts(rows, decode)
+    prompts = [
+        row.prompt if row.prompt is not None else decode(row.prompt_ids) if decode else None
+        for row in rows
+    ]
+    write_table(
+        step_file(out, "rollouts", step, ".parquet"),
+        _rollout_columns(step, rows, group_N, prompts, texts),
+    )
+    write_table(
+        step_file(out, "tokens", step, ".parquet"),
+        _token_columns(step, rows, group_N, texts, categories),
+    )
+    append_json(out / "metrics.jsonl", {"step": step, **_metrics(rows)})
+
+
+def _rollout_columns(
+    step: int,
+    rows: list[Imported],
+    group_N: list[int],
+    prompts: list[str | None],
+    texts: list[list[str]] | None,
+) -> dict[str, Any]:
+    return {
+        "step": [step] * len(rows),
+        "rollout": list(range(len(rows))),
+        "group": group_N,
+        "prompt_id": [f"prompt-{group}" for group in group_N],
+        "prompt": prompts,
+        "answer": [None] * len(rows),
+        "text": [
+            row.text if row.text is not None else "".join(texts[k]) if texts else None
+            for k, row in enumerate(rows)
+        ],
+        "reward": _floats(row.reward for row in rows),
+        "advantage": _floats(row.advantage for row in rows),
+        "stop_reason": [row.stop_reason for row in rows],
+        "prompt_ids": [row.prompt_ids for row in rows],
+        **{
+            name: [row.columns.get(name) for row in rows]
+            for name in ("token_ids", "loss_mask", *TOKEN_LISTS[:3], "advantages")
+        },
+        "weights": [_weights(row) for row in rows],
+    }
+
+
+def _token_columns(
+    step: int,
+    rows: list[Imported],
+    group_N: list[int],
+    texts: list[list[str]] | None,
+    categories: Any,
+) -> dict[str, Any]:
+    length_N = [len(row.columns["token_ids"]) for row in rows]
+
+    def spread(values: Sequence[Any]) -> list[Any]:
+        return [value for value, length in zip(values, length_N) for _ in range(length)]
+
+    def flat(name: str) -> list[Any]:
+        return [
+            value
+            for row, length in zip(rows, length_N)
+            for value in row.columns.get(name) or [None] * length
+        ]
+
+    advantage_N = [row.advantage for row in rows]
+    out: dict[str, Any] = {
+        "step": spread([step] * len(rows)),
+        "group": spread(group_N),
+        "rollout": spread(range(len(rows))),
+        "position": [t for length in length_N for t in range(length)],
+        "token_ids": flat("token_ids"),
+        "loss_mask": flat("loss_mask"),
+        "reward": _floats(spread([row.reward for row in rows])),
+        "advantage": _floats(spread(advantage_N)),
+        "sign": spread(
+            [0 if a is None or math.isnan(a) else (a > 0) - (a < 0) for a in advantage_N]
+        ),
+        "weights": _floats(w for row in rows for w in _weights(row)),
+    }
+    out |= {name: flat(name) for name in TOKEN_LISTS if any(name in row.columns for row in rows)}
+    if "inference_logprobs" in out:
+        out["confidence"] = [
+            None if v is None else math.exp(min(v, 0.0)) for v in out["inference_logprobs"]
+        ]
+    if "importance_ratio" not in out and {"inference_logprobs", "trainer_logprobs"} <= set(out):
+        pairs = zip(out["trainer_logprobs"], out["inference_logprobs"])
+        out["importance_ratio"] = [
+            None if a is None or b is None else math.exp(min(a - b, 50.0)) for a, b in pairs
+        ]
+    if texts:
+        out["text"] = [text for row in texts for text in row]
+        if categories is not None:
+            words = list(dict.fromkeys(out["text"]))
+            known = dict(zip(words, categories(words)))
+            out["category"] = [known[text] for text in out["text"]]
+    return out
+
+
+def _texts(rows: list[Imported], decode: Any) -> list[list[str]] | None:
+    if all("text" in row.columns for row in rows):
+        return [row.columns["text"] for row in rows]
+    if decode is None:
+        return None
+    known = {i: decode([i]) for i in {i for row in rows for i in row.columns["token_ids"]}}
+    return [[known[i] for i in row.columns["token_ids"]] for row in rows]
+
+
+def _weights(row: Imported) -> list[float | None]:
+    """credit / advantage; 1 where the dump has one advantage a rollout, missing where that is 0."""
+    credit = row.columns.get("advantages")
+    if credit is None:
+        return [1.0] * len(row.columns["token_ids"])
+    return [None if v is None or not row.advantage else v / row.advantage for v in credit]
+
+
+def _metrics(rows: list[Imported]) -> dict[str, float]:
+    rewards = [row.reward for row in rows if row.reward is not None]
+    lengths = [len(row.columns["token_ids"]) for row in rows]
+    entropy = [
+        v
+        for row in rows
+        for v, keep in zip(row.columns.get("entropy") or [], row.columns["loss_mask"])
+        if keep and v is not None
+    ]
+    out = {
+        "rollouts/num": len(rows),
+        "rollouts/length": sum(lengths) / len(lengths),
+        "rollouts/num_tokens": sum(lengths),
+    }
+    out |= {"reward/mean": sum(rewards) / len(rewards)} if rewards else {}
+    return out | ({"entropy/mean": sum(entropy) / len(entropy)} if entropy else {})
+
+
+def _files(source: Path, pattern: str) -> list[Path]:
+    if source.is_file():
+        return [source]
+    found = sorted(source.rglob(pattern)) if source.is_dir() else []
+    if not found:
+        raise ValueError(
+            f"import: no file at {str(source)!r}"
+            + (f" matches {pattern}." if source.is_dir() else ".")
+        )
+    return found
+
+
+def _tokenizer(path: Path) -> tuple[Callable[[list[int]], str], Encode]:
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"import: no tokenizer at {str(file)!r}. Give a tokenizer.json or a folder that holds"
+            " one."
+        )
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def encode(text: str) -> tuple[list[int], list[str]]:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        ends = [0, *(end for _, end in found.offsets)]
+        return found.ids, [text[start:end] for start, end in itertools.pairwise(ends)]
+
+    return decode, encode
+
+
+def _floats(values: Any) -> list[float | None]:
+    return [None if value is None else float(value) for value in values]

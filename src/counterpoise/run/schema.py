@@ -1,0 +1,92 @@
+"""The run folder's files and columns: one place for writers, readers, the viewer's labels and the
+docs. Reads and writes nothing itself.
+
+Column names follow prime-rl's token export where it has one. Steps are rollout batches, counted
+from 0."""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+
+# rollouts/step_*.parquet, one row a rollout; the last group are lists, one entry a response token
+ROLLOUT_COLUMNS = {
+    "step": "rollout batch, counted from 0",
+    "rollout": "number of the rollout in its batch",
+    "group": "number of the prompt in its batch",
+    "prompt_id": "the task's name for the prompt",
+    "prompt": "text of the prompt",
+    "answer": "the task's reference answer",
+    "text": "text of the response",
+    "reward": "the grader's number",
+    "advantage": "one signed number a rollout",
+    "stop_reason": "stop (a stop token came) or length (the limit was reached)",
+    "prompt_ids": "token ids of the prompt as the model read it",
+    "token_ids": "token ids of the response",
+    "loss_mask": "True on response tokens that take part in the loss",
+    "advantages": "credit: one signed number a token, what the loss gets",
+    "weights": "credit / advantage",
+    "inference_logprobs": "sampler log-prob of the token",
+    "entropy": "entropy of the sampling distribution at the token, nats",
+}
+
+# tokens/step_*.parquet, one row a response token (the ledger)
+TOKEN_COLUMNS = {
+    "step": "rollout batch, counted from 0",
+    "optimizer_step": (
+        "which optimizer step of the batch trained this token, counted from 0; null if the plan"
+        " left its rollout out"
+    ),
+    "group": "number of the prompt in its batch",
+    "rollout": "number of the rollout in its batch",
+    "position": "position in the response, counted from 0",
+    "token_ids": "token id",
+    "text": "the token's text",
+    "loss_mask": "True: takes part in the loss",
+    "reward": "the rollout's reward",
+    "advantage": "the rollout's advantage",
+    "sign": "+1, 0 or -1: sign of the rollout's advantage",
+    "weights": "credit / advantage",
+    "advantages": "credit: what the loss got",
+    "coef": "minus the derivative of the token's loss by its own log-prob",
+    "scale": (
+        "the reduction's factor; coef * scale is the coefficient of the token's gradient in the"
+        " update"
+    ),
+    "is_clipped": "the loss was on its clipped side: coef 0 although credit is not",
+    "importance_ratio": "exp(trainer - sampler log-prob) before the optimizer step",
+    "inference_logprobs": "sampler log-prob",
+    "trainer_logprobs": "log-prob just before the optimizer step",
+    "trainer_logprobs_after": "log-prob just after the optimizer step, same forward",
+    "delta": "change of the log-prob by the optimizer step",
+    "noise_floor": "largest change seen when scoring twice without an update",
+    "change": "boosted, suppressed, or unchanged (|delta| within the noise floor)",
+    "is_flip": "moved against the sign of its own advantage",
+    "entropy": "entropy of the policy at the token, nats",
+    "confidence": "probability of the token under the sampler",
+    "category": "template, connective, number, operator, reasoning or other",
+    "node": "shared-node id: equal for the same (prompt, prefix, token)",
+    "node_positive": "rollouts with positive advantage that share the node",
+    "node_negative": "rollouts with negative advantage that share the node",
+    "is_fully_shared": "every rollout of the prompt is at this context and takes this token",
+    "is_fork": (
+        "rollouts of both signs are at this context and not all take the same token (a"
+        " discriminating context)"
+    ),
+    "kl": "KL(after || before) of the distribution at the token's context, nats",
+    "predicted": "first-order change along the actual parameter difference",
+    "own": (
+        "the part of the predicted change that the token's own gradient brought through the head's"
+        " weights (closed form)"
+    ),
+    "coupling": (
+        "predicted minus own: other tokens, the token's own gradient below the head, the"
+        " optimizer's memory"
+    ),
+    "cancellation": (
+        "1 - |sum of the classes' parts| / sum of |parts|, classes of the first decomposition"
+    ),
+}
+# further columns part_<axis>_<class>, e.g. part_sign_positive, part_category_number: the class's
+# part of the predicted change; part_<axis>_rest: what the optimizer's memory (momentum, weight
+# decay) brought; the parts of an axis add up to predicted
+PART_PREFIX = "part_"

@@ -1,0 +1,126 @@
+"""The notebook door: a run folder as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import pyarrow as pa
+
+from counterpoise.run.read import RunFolder, open_run
+
+Engine = Literal["pandas", "polars"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's tables; make one with ``load_run``.
+
+    Column descriptions are in ``counterpoise.run.schema``.
+
+    Attributes:
+        folder: the files behind the tables; ``counterpoise.plot`` takes it as well.
+        engine: ``pandas`` or ``polars``.
+    """
+
+    folder: RunFolder
+    engine: Engine
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.folder.config
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self.folder.manifest
+
+    @property
+    def problems(self) -> list[str]:
+        """What is missing or broken, as far as it was read."""
+        return self.folder.problems
+
+    @property
+    def metrics(self) -> Any:
+        """One row a step: every number of ``metrics.jsonl``, and of ``timing.jsonl`` where it is
+        there.
+        """
+        metrics, timing = self.folder.metrics, self.folder.timing
+        both = metrics if timing.shape[1] < 2 else metrics.merge(timing, on="step", how="left")
+        return self._from_pandas(both)
+
+    @property
+    def evals(self) -> Any:
+        """One row an evaluation; ``reward_PK`` holds the rewards, one list a prompt."""
+        return self._from_pandas(pd.DataFrame(self.folder.evals))
+
+    def steps(self, table: str = "rollouts") -> list[int]:
+        """Steps that have a file in ``rollouts`` or ``tokens``."""
+        return self.folder.steps(table)
+
+    def rollouts(self, step: int | None = None, columns: Sequence[str] | None = None) -> Any:
+        """One row a rollout, of one step or of all."""
+        return self._table("rollouts", step, columns)
+
+    def tokens(self, step: int | None = None, columns: Sequence[str] | None = None) -> Any:
+        """One row a response token (the ledger), of one step or of all."""
+        return self._table("tokens", step, columns)
+
+    def _table(self, folder: str, step: int | None, columns: Sequence[str] | None) -> Any:
+        steps = self.steps(folder)
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"{self.folder.name!r}: no {folder} of step {step}. There are:"
+                f" {steps[:20]}{' ...' if len(steps) > 20 else ''}"
+            )
+        tables = [
+            self.folder.table(folder, at, columns) for at in (steps if step is None else [step])
+        ]
+        found = [table for table in tables if table is not None]
+        if not found:
+            raise ValueError(
+                f"{self.folder.name!r}: no readable {folder} tables. {' '.join(self.problems)}"
+            )
+        return self._from_arrow(pa.concat_tables(found, promote_options="permissive"))
+
+    def _from_pandas(self, frame: pd.DataFrame) -> Any:
+        return (
+            frame
+            if self.engine == "pandas"
+            else self._from_arrow(pa.Table.from_pandas(frame, preserve_index=False))
+        )
+
+    def _from_arrow(self, table: pa.Table) -> Any:
+        return table.to_pandas() if self.engine == "pandas" else _polars().from_arrow(table)
+
+
+def load_run(path: str | Path, engine: Engine = "pandas") -> Run:
+    """Tables of a run folder: ``metrics``, ``evals``, ``rollouts(step)``, ``tokens(step)``.
+
+    Args:
+        path: the run folder.
+        engine: ``pandas``, or ``polars`` where it is installed.
+
+    Example::
+
+        run = cp.load_run("runs/demo")
+        run.metrics[["step", "reward/mean", "eval/accuracy"]]
+        run.tokens(step=50).groupby("category")["delta"].mean()
+    """
+    if engine not in ("pandas", "polars"):
+        raise ValueError(f"load_run: engine must be 'pandas' or 'polars', got {engine!r}.")
+    if engine == "polars":
+        _polars()
+    return Run(open_run(path), engine)
+
+
+def _polars() -> Any:
+    try:
+        import polars  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            "load_run: polars is not installed. pip install polars, or engine='pandas'."
+        ) from None
+    return polars

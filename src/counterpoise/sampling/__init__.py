@@ -1,0 +1,6 @@
+"""Sample rollouts from a policy: whole batches, or fresh completions from a prefix."""
+
+from counterpoise.sampling.branch import branch
+from counterpoise.sampling.sample import SAMPLED, Rollouts, sample
+
+__all__ = ["SAMPLED", "Rollouts", "branch", "sample"]

@@ -1,0 +1,103 @@
+"""From logits to a token: the sampling distribution, and a random stream of its own for every row.
+
+Axes: N rows, V vocabulary, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Draw(NamedTuple):
+    """A token a row, its log-prob under the distribution it was drawn from, and that distribution's
+    entropy.
+    """
+
+    token_N: Tensor
+    logp_N: Tensor
+    entropy_N: Tensor
+
+
+def uniforms(seed: int, streams: Sequence[int], num: int) -> Tensor:
+    """Numbers in [0, 1), ``[len(streams), num]`` float64; row i depends on ``(seed, streams[i])``
+    alone.
+
+    Philox is counter-based: (seed, stream) is its key and no state is carried from row to row, so
+    that neither the number of rows nor their order changes a stream.
+
+    >>> bool((uniforms(0, [7, 3], 4)[1] == uniforms(0, [3], 2000)[0, :4]).all())
+    True
+    """
+    mask = (1 << 64) - 1
+    raw = [np.random.Philox(key=[seed & mask, stream & mask]).random_raw(num) for stream in streams]
+    return torch.from_numpy((np.stack(raw) >> np.uint64(11)) * 2.0**-53)
+
+
+def truncated(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Logits with everything outside the top-k, then outside the nucleus, at -inf.
+
+    Top-k keeps the k largest. The nucleus (Holtzman et al. 2020, arXiv 1904.09751) keeps the fewest
+    tokens whose probability, renormalised after top-k, reaches ``top_p``. Tokens tied with the last
+    one kept are kept.
+
+    Args:
+        logits_NV: logits, already divided by the temperature.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+
+    >>> truncated(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), top_p=0.7).exp().mul(100).round().tolist()[0]
+    [50.0, 30.0, 0.0, 0.0]
+    """
+    num_tokens = logits_NV.shape[-1]
+    if top_p >= 1.0 and not 0 < top_k < num_tokens:
+        return logits_NV
+    best_NK = logits_NV.topk(min(top_k or num_tokens, num_tokens), dim=-1).values
+    prob_NK = torch.softmax(best_NK, dim=-1)
+    mass_before_NK = prob_NK.cumsum(-1) - prob_NK
+    num_kept_N = (
+        (mass_before_NK < top_p).sum(-1).clamp_min(1)
+        if top_p < 1.0
+        else best_NK.new_full((len(best_NK),), best_NK.shape[1])
+    )
+    floor_N = best_NK.gather(-1, num_kept_N.long()[:, None] - 1)
+    return logits_NV.masked_fill(logits_NV < floor_N, float("-inf"))
+
+
+def draw(logits_NV: Tensor, uniform_N: Tensor) -> Draw:
+    """The token at which the cumulative probability passes ``uniform_N``: ``min {v : sum_{w <= v}
+    p_w > u}``.
+
+    Args:
+        logits_NV: logits of the sampling distribution (temperature and truncation done), float32 or
+            wider.
+        uniform_N: float64 in [0, 1).
+
+    >>> draw(torch.tensor([[0.2, 0.5, 0.3]]).log(), torch.tensor([0.65], dtype=torch.float64)).token_N.tolist()
+    [1]
+    """
+    logp_NV = torch.log_softmax(logits_NV, dim=-1)
+    prob_NV = logp_NV.exp()
+    mass_NV = prob_NV.cumsum(-1, dtype=torch.float64)
+    # strictly under the total, or rounding up could pass the last token that has any mass
+    total_N1 = mass_NV[:, -1:]
+    threshold_N1 = torch.minimum(
+        uniform_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1))
+    )
+    token_N1 = torch.searchsorted(mass_NV, threshold_N1, right=True).clamp_max_(
+        logits_NV.shape[-1] - 1
+    )
+    return Draw(
+        token_N1[:, 0], logp_NV.gather(-1, token_N1)[:, 0], torch.special.entr(prob_NV).sum(-1)
+    )
+
+
+def argmax(logits_NV: Tensor) -> Draw:
+    """The likeliest token, its log-prob and the entropy under ``softmax(logits_NV)``."""
+    logp_NV = torch.log_softmax(logits_NV, dim=-1)
+    logp_N, token_N = logp_NV.max(-1)
+    return Draw(token_N, logp_N, torch.special.entr(logp_NV.exp()).sum(-1))

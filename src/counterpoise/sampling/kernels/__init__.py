@@ -1,0 +1,1 @@
+"""Decode steps and draws as kernels: Triton on a GPU, C on a CPU."""

@@ -1,0 +1,159 @@
+"""What the token viewer asks for, as JSON and packed numbers: the run, the prompts of a step,
+columns of a prompt, one token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from counterpoise.report.groups import method_name, seed_of
+from counterpoise.run.read import RunFolder
+from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
+from counterpoise.viewer.tokens import Column, StepTokens
+
+DIVERGING = ("advantages", "delta", "predicted", "own", "coupling", "coef", "advantage")
+SEQUENTIAL = ("weights", "entropy", "confidence", "cancellation", "importance_ratio", "kl")
+QUANTILE = 0.98  # colours saturate there
+PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}
+
+
+def run_info(run: RunFolder) -> dict[str, Any]:
+    """Name, method, steps, the meaning of every column, what is missing."""
+    with_tokens = set(run.steps("tokens"))
+    task = run.config.get("task")
+    return {
+        "name": run.name,
+        "method": method_name(run),
+        "task": str(task.get("name", "")) if isinstance(task, dict) else "",
+        "seed": _plain(seed_of(run)),
+        "steps": [
+            {"step": step, "has_tokens": step in with_tokens}
+            for step in sorted(with_tokens.union(run.steps("rollouts")))
+        ],
+        "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS,
+        "problems": list(run.problems),
+    }
+
+
+def step_info(found: StepTokens) -> dict[str, Any]:
+    """Prompts and rollouts of a step, its columns with their colour scales, the vocabulary of its
+    token texts.
+    """
+    return {
+        "step": found.step,
+        "source": found.source,
+        "columns": [
+            scale(found, name)
+            for name in found.names
+            if name not in ("text", "step", "group", "rollout")
+        ],
+        "texts": found.column("text").words or [],
+        "groups": _groups(found),
+        "problems": list(found.run.problems),
+    }
+
+
+def packed(found: StepTokens, group: int, name: str) -> tuple[str, bytes]:
+    """A column of one prompt's tokens as little-endian numbers: (dtype, bytes)."""
+    value = found.column(name).value_T[found.span(group)]
+    kind = PACKED.get(str(value.dtype), "float64")
+    return kind, np.ascontiguousarray(value, np.dtype(kind).newbyteorder("<")).tobytes()
+
+
+def token(found: StepTokens, group: int, at: int) -> dict[str, Any]:
+    """Every number of one token, the ``at``-th of its prompt; what is missing is null."""
+    part = found.span(group)
+    if not 0 <= at < part.stop - part.start:
+        raise ValueError(
+            f"prompt {group} of step {found.step} has {part.stop - part.start} tokens, no token"
+            f" {at}."
+        )
+    return {
+        name: _value(found.column(name), part.start + at)
+        for name in ["text", *(n for n in found.names if n != "text")]
+    }
+
+
+def scale(found: StepTokens, name: str) -> dict[str, Any]:
+    """How a column is coloured: its kind, and where its colours end."""
+    if name in ("category", "change"):
+        return {"name": name, "kind": "category", "words": found.column(name).words or []}
+    kind = (
+        "diverging"
+        if name in DIVERGING or name.startswith(PART_PREFIX)
+        else "sequential"
+        if name in SEQUENTIAL
+        else "none"
+    )
+    value = np.asarray(found.column(name).value_T, float) if kind != "none" else np.zeros(0)
+    value = value[np.isfinite(value)]
+    if not len(value):
+        return {"name": name, "kind": "none"}
+    if kind == "diverging":
+        return {"name": name, "kind": kind, "limit": float(np.quantile(np.abs(value), QUANTILE))}
+    low, high = (float(x) for x in np.quantile(value, [1 - QUANTILE, QUANTILE]))
+    return {"name": name, "kind": kind, "low": low, "high": high}
+
+
+def _groups(found: StepTokens) -> list[dict[str, Any]]:
+    """Prompts with their rollouts, in order; texts of prompts come from the rollouts table where
+    there is one.
+    """
+    about = _rollout_texts(found.run, found.step)
+    numbers = {
+        "reward": found.first("reward"),
+        "advantage": found.first("advantage"),
+        "flips": found.sums("is_flip"),
+    }
+    sign_N, length_N = found.sign_N, np.diff(found.start_N)
+    out: dict[int, dict[str, Any]] = {}
+    for at, (group, rollout) in enumerate(zip(found.group_N.tolist(), found.rollout_N.tolist())):
+        texts = about.get(rollout, {})
+        entry = out.setdefault(
+            group,
+            {
+                "group": group,
+                **{k: texts.get(k) for k in ("prompt_id", "prompt", "answer")},
+                "rollouts": [],
+            },
+        )
+        entry["rollouts"].append(
+            {
+                "rollout": rollout,
+                "length": int(length_N[at]),
+                "sign": int(sign_N[at]),
+                **{name: _number(value[at]) for name, value in numbers.items()},
+                "stop_reason": texts.get("stop_reason"),
+            }
+        )
+    return list(out.values())
+
+
+def _rollout_texts(run: RunFolder, step: int) -> dict[int, dict[str, str | None]]:
+    table = run.table("rollouts", step, ("rollout", "prompt_id", "prompt", "answer", "stop_reason"))
+    if table is None or "rollout" not in table.column_names:
+        return {}
+    return {
+        row["rollout"]: {k: None if v is None else str(v) for k, v in row.items()}
+        for row in table.to_pylist()
+    }
+
+
+def _value(column: Column, at: int) -> Any:
+    value = column.value_T[at]
+    if column.words is not None:
+        return column.words[value] if value >= 0 else None
+    if column.is_flag:
+        return bool(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else _number(value)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str)) else None

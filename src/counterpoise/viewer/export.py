@@ -1,0 +1,109 @@
+"""A page of chosen steps that needs no server: the viewer with its data inside, opens from disk."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from counterpoise.report.page import asset, policy
+from counterpoise.run.files import write_text
+from counterpoise.run.read import RunFolder
+from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer.tokens import StepTokens, open_step
+
+# in the order of their imports
+MODULES = ("text", "colour", "source", "layout", "align", "pane", "inspector", "prompts", "viewer")
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
+EXPORT = re.compile(r"^export ", re.MULTILINE)
+MAX_TOKENS = 2_000_000
+
+
+def write_export(
+    run: RunFolder, out: Path, steps: Sequence[int], prompts: int | None = None
+) -> Path:
+    """Write ``out/index.html`` with the tokens of some steps.
+
+    Args:
+        steps: which; each must have a tokens or a rollouts table.
+        prompts: only the first so many prompts of each step.
+    """
+    found = [open_step(run, step) for step in steps]
+    embedded = {
+        "run": viewer_data.run_info(run),
+        "steps": {str(s.step): _step(s, prompts) for s in found},
+    }
+    embedded["run"]["steps"] = [{"step": s.step, "has_tokens": s.source == "tokens"} for s in found]
+    size = sum(
+        rollout["length"]
+        for step in embedded["steps"].values()
+        for group in step["info"]["groups"]
+        for rollout in group["rollouts"]
+    )
+    if size > MAX_TOKENS:
+        raise ValueError(
+            f"view --export: {size:,} tokens are too many for one page ({MAX_TOKENS:,}). Choose"
+            " fewer steps, or --prompts N."
+        )
+    path = out / "index.html"
+    write_text(path, page(embedded))
+    return path
+
+
+def page(embedded: dict[str, Any]) -> str:
+    """The viewer's page with scripts, styles and data in it."""
+    script, style = bundle(), asset("tokens.css") + asset("viewer.css", "viewer")
+    rules = (
+        policy(scripts=[script], styles=[style])
+        + "; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    html = asset("viewer.html", "viewer")
+    html = html.replace('<link rel="stylesheet" href="assets/tokens.css">\n', "")
+    html = html.replace(
+        '<link rel="stylesheet" href="assets/viewer.css">', f"<style>{style}</style>"
+    )
+    html = html.replace(
+        '<meta name="viewport',
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n<meta name="viewport',
+    )
+    data = json.dumps(embedded, allow_nan=False).replace("<", "\\u003c")
+    scripts = (
+        f'<script type="application/json" id="embedded">{data}</script>\n<script'
+        f' type="module">{script}</script>'
+    )
+    return html.replace('<script type="module" src="assets/viewer.js"></script>', scripts)
+
+
+def bundle() -> str:
+    """The viewer's modules as one: their names do not clash, so imports between them can go."""
+    return "\n".join(
+        EXPORT.sub("", IMPORT.sub("", asset(f"{name}.js", "viewer"))) for name in MODULES
+    )
+
+
+def _step(found: StepTokens, prompts: int | None) -> dict[str, Any]:
+    info = viewer_data.step_info(found)
+    info["groups"] = info["groups"][:prompts]
+    names = ["text", "node_positive", "node_negative", *(c["name"] for c in info["columns"])]
+    words = {
+        name: found.column(name).words
+        for name in names
+        if name != "text" and found.column(name).words is not None
+    }
+    flags = [name for name in names if found.column(name).is_flag]
+    columns = {
+        str(group["group"]): {
+            name: _packed(found, group["group"], name) for name in dict.fromkeys(names)
+        }
+        for group in info["groups"]
+    }
+    return {"info": info, "words": words, "flags": flags, "columns": columns}
+
+
+def _packed(found: StepTokens, group: int, name: str) -> list[str]:
+    kind, content = viewer_data.packed(found, group, name)
+    return [kind, base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()]

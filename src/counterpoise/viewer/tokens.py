@@ -1,0 +1,279 @@
+"""The tokens of one step as ordered columns, read when they are asked for.
+
+A step without a tokens table is read from its rollouts table.
+
+Axes: N rollouts, T tokens of the whole step in order of (group, rollout, position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from counterpoise.run.read import RunFolder
+from counterpoise.viewer.vocabulary import token_texts
+
+ORDER = ("group", "rollout", "position")
+LISTS = ("token_ids", "loss_mask", "advantages", "weights", "inference_logprobs", "entropy")
+
+
+class Column(NamedTuple):
+    """Values of a column: float64 or float32 (NaN is missing), int64, or int32 codes of ``words``
+    (-1 is missing).
+    """
+
+    value_T: np.ndarray
+    words: list[str] | None = None
+    is_flag: bool = False
+
+
+class StepTokens:
+    """Tokens of one step; ``column`` reads a column once and keeps it.
+
+    Args:
+        names: columns that can be read.
+        start_N: offset of each rollout, with the end of the last.
+        read: reads a column in file order; ``order_T`` brings it into ours.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        step: int,
+        source: str,
+        names: list[str],
+        group_N: np.ndarray,
+        rollout_N: np.ndarray,
+        start_N: np.ndarray,
+        read: Callable[[str], Column],
+    ) -> None:
+        self.run, self.step, self.source, self.names, self._read = run, step, source, names, read
+        self.group_N, self.rollout_N, self.start_N = group_N, rollout_N, start_N
+        self._columns: dict[str, Column] = {}
+
+    def column(self, name: str) -> Column:
+        """A column in order; ValueError if the files do not have it."""
+        if name not in self._columns:
+            if name == "text":
+                self._columns[name] = self._texts()
+            elif name in ("node_positive", "node_negative") and name not in self.names:
+                self._columns |= self._shared()
+            elif name in self.names:
+                self._columns[name] = self._read(name)
+            else:
+                raise ValueError(f"{self.run.name!r}: step {self.step} has no column {name!r}.")
+        return self._columns[name]
+
+    def span(self, group: int) -> slice:
+        """Tokens of a prompt; ValueError if the step has no such prompt."""
+        rows = np.flatnonzero(self.group_N == group)
+        if not len(rows):
+            raise ValueError(f"{self.run.name!r}: step {self.step} has no prompt {group}.")
+        return slice(int(self.start_N[rows[0]]), int(self.start_N[rows[-1] + 1]))
+
+    def first(self, *names: str) -> np.ndarray:
+        """The value at the first token of each rollout, of the first of the columns that is there;
+        NaN without.
+        """
+        for name in names:
+            if name in self.names:
+                return np.asarray(self.column(name).value_T[self.start_N[:-1]], float)
+        return np.full(len(self.group_N), np.nan)
+
+    def sums(self, name: str) -> np.ndarray:
+        """Sum over the tokens of each rollout; NaN without the column."""
+        if name not in self.names:
+            return np.full(len(self.group_N), np.nan)
+        total_T = np.r_[0.0, np.cumsum(np.nan_to_num(np.asarray(self.column(name).value_T, float)))]
+        return total_T[self.start_N[1:]] - total_T[self.start_N[:-1]]
+
+    @property
+    def sign_N(self) -> np.ndarray:
+        """Sign of each rollout's advantage; of its reward where there is no advantage."""
+        return np.nan_to_num(np.sign(self.first("sign", "advantage", "reward")))
+
+    def _texts(self) -> Column:
+        """The text of every token; where the file has none, from a tokenizer or other steps of the
+        run, else the id.
+        """
+        if "text" in self.names:
+            return self._read("text")
+        ids_T = (
+            self.column("token_ids").value_T
+            if "token_ids" in self.names
+            else np.zeros(int(self.start_N[-1]), np.int64)
+        )
+        distinct, code_T = np.unique(ids_T, return_inverse=True)
+        return Column(
+            code_T.astype(np.int32),
+            token_texts(self.run, [int(i) for i in np.nan_to_num(distinct)]),
+        )
+
+    def _shared(self) -> dict[str, Column]:
+        """How many rollouts of each sign share a token's (prompt, prefix, token), for files that do
+        not say.
+        """
+        code_T, sign_N, length_N = self.column("text").value_T, self.sign_N, np.diff(self.start_N)
+        out = {1: np.zeros(len(code_T), np.int64), -1: np.zeros(len(code_T), np.int64)}
+        node_N = self.group_N.astype(np.int64)
+        for position in range(int(length_N.max(initial=0))):
+            row_R = np.flatnonzero(length_N > position)
+            at_R = self.start_N[row_R] + position
+            _, node_R = np.unique(
+                np.stack([node_N[row_R], code_T[at_R]]), axis=1, return_inverse=True
+            )
+            node_N[row_R] = node_R.reshape(-1)
+            for side, count_T in out.items():
+                count_T[at_R] = np.bincount(node_N[row_R], sign_N[row_R] == side)[node_N[row_R]]
+        return {"node_positive": Column(out[1]), "node_negative": Column(out[-1])}
+
+
+def open_step(run: RunFolder, step: int) -> StepTokens:
+    """The tokens of a step; ValueError if its files hold nothing to show."""
+    for folder, opened in (("tokens", _from_tokens), ("rollouts", _from_rollouts)):
+        found = opened(run, step) if step in run.steps(folder) else None
+        if found is not None:
+            return found
+    raise ValueError(
+        f"{run.name!r}: no readable tokens or rollouts of step {step}. {' '.join(run.problems)}".strip()
+    )
+
+
+def _from_tokens(run: RunFolder, step: int) -> StepTokens | None:
+    names = run.columns("tokens", step)
+    table = run.table("tokens", step, ORDER) if names else None
+    if (
+        table is None
+        or not _has_numbers(run, f"tokens of step {step}", table, ORDER)
+        or not table.num_rows
+    ):
+        return None
+    group, rollout, position = (table.column(name).to_numpy() for name in ORDER)
+    order_T = np.lexsort((position, rollout, group))
+    group, rollout = group[order_T], rollout[order_T]
+    start = np.flatnonzero(np.r_[True, (rollout[1:] != rollout[:-1]) | (group[1:] != group[:-1])])
+
+    def read(name: str) -> Column:
+        found = run.table("tokens", step, [name])
+        if found is None or found.num_rows != len(order_T):
+            raise ValueError(f"{run.name!r}: column {name!r} of step {step} cannot be read.")
+        column = as_column(found.column(name))
+        return column._replace(value_T=column.value_T[order_T])
+
+    known = [
+        name for name in names if name != "step" and name not in _unreadable(run, "tokens", step)
+    ]
+    return StepTokens(
+        run, step, "tokens", known, group[start], rollout[start], np.r_[start, len(group)], read
+    )
+
+
+def _from_rollouts(run: RunFolder, step: int) -> StepTokens | None:
+    run.columns("rollouts", step)
+    table = run.table("rollouts", step, ("group", "rollout", "reward", "advantage", *LISTS))
+    if (
+        table is None
+        or not _has_numbers(run, f"rollouts of step {step}", table, ("group", "rollout"))
+        or not table.num_rows
+    ):
+        return None
+    if "token_ids" not in table.column_names or not _is_list(table, "token_ids"):
+        run.note(f"rollouts of step {step} have no token_ids; not shown.")
+        return None
+    table = table.take(
+        pa.array(np.lexsort((table.column("rollout").to_numpy(), table.column("group").to_numpy())))
+    )
+    length_N = pc.fill_null(pc.list_value_length(table.column("token_ids")), 0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    start_N = np.r_[0, np.cumsum(length_N)]
+    columns = {
+        name: Column(np.repeat(table.column(name).to_numpy(), length_N))
+        for name in ("group", "rollout")
+    }
+    columns["position"] = Column(np.arange(start_N[-1]) - np.repeat(start_N[:-1], length_N))
+    for name in table.column_names:
+        if name in LISTS and _is_list(table, name):
+            flat = pc.list_flatten(table.column(name))  # pyright: ignore[reportAttributeAccessIssue]
+            columns |= {name: as_column(flat)} if len(flat) == start_N[-1] else {}
+        elif name in ("reward", "advantage"):
+            columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))
+    columns |= _derived(columns)
+    group_N, rollout_N = table.column("group").to_numpy(), table.column("rollout").to_numpy()
+    return StepTokens(
+        run, step, "rollouts", list(columns), group_N, rollout_N, start_N, columns.__getitem__
+    )
+
+
+def as_column(values: pa.ChunkedArray) -> Column:
+    """An arrow column as numbers, or as codes and words."""
+    if (
+        pa.types.is_dictionary(values.type)
+        or pa.types.is_string(values.type)
+        or pa.types.is_large_string(values.type)
+    ):
+        encoded = (
+            values.combine_chunks()
+            if pa.types.is_dictionary(values.type)
+            else values.combine_chunks().dictionary_encode()
+        )
+        encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+        codes = pc.fill_null(encoded.indices.cast(pa.int32()), -1).to_numpy(zero_copy_only=False)
+        return Column(codes, [str(word) for word in encoded.dictionary.to_pylist()])
+    if pa.types.is_boolean(values.type):
+        return Column(pc.cast(values, pa.float32()).to_numpy(), is_flag=True)
+    if pa.types.is_integer(values.type) and values.null_count == 0:
+        return Column(values.to_numpy().astype(np.int64))
+    if pa.types.is_float32(values.type):
+        return Column(values.to_numpy())
+    return Column(pc.cast(values, pa.float64()).to_numpy())
+
+
+def _derived(columns: dict[str, Column]) -> dict[str, Column]:
+    out = {}
+    if "inference_logprobs" in columns:
+        out["confidence"] = Column(np.exp(columns["inference_logprobs"].value_T))
+    if "advantage" in columns:
+        out["sign"] = Column(np.sign(columns["advantage"].value_T))
+    return out
+
+
+def _has_numbers(run: RunFolder, where: str, table: pa.Table, names: tuple[str, ...]) -> bool:
+    """Whether the columns that order the tokens are whole numbers without gaps; if not, a problem
+    says so.
+    """
+    for name in names:
+        if name not in table.column_names:
+            run.note(f"{where}: no column {name!r}; not shown.")
+            return False
+        if not pa.types.is_integer(table.schema.field(name).type) or table.column(name).null_count:
+            run.note(f"{where}: column {name!r} must hold whole numbers; not shown.")
+            return False
+    return True
+
+
+def _is_list(table: pa.Table, name: str) -> bool:
+    return pa.types.is_list(table.schema.field(name).type) or pa.types.is_large_list(
+        table.schema.field(name).type
+    )
+
+
+def _unreadable(run: RunFolder, folder: str, step: int) -> set[str]:
+    """Columns of types that are neither numbers, flags nor words."""
+    return {name for name, kind in run.types(folder, step).items() if not _is_known(kind)}
+
+
+def _is_known(kind: pa.DataType) -> bool:
+    words = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    coded = pa.types.is_dictionary(kind) and (
+        pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)
+    )
+    return (
+        words
+        or coded
+        or pa.types.is_boolean(kind)
+        or pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+    )

@@ -1,0 +1,148 @@
+"""One row for every stage and every preset: what to run it with, and the laws it declares.
+
+A stage without a row fails the suite.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    params: dict[str, Any] = {}
+    keeps_mass: bool = False  # sum |credit| is unchanged
+    keeps_sign: bool = True  # no token changes its sign
+    is_random: bool = False  # draws: equal only for equal rollout order and padding
+
+
+class Advantage(NamedTuple):
+    params: dict[str, Any] = {}
+    is_centred: bool = False  # sums to 0 over each group
+    by_group: bool = (
+        False  # compares rollouts of a prompt: constant groups get 0, G = 1 is an error
+    )
+
+
+class Loss(NamedTuple):
+    params: dict[str, Any] = {}
+    is_random: bool = False
+
+
+class Reduction(NamedTuple):
+    params: dict[str, Any] = {}
+    total: float | None = None  # sum of the scale column over a step
+
+
+class PlanRow(NamedTuple):
+    params: dict[str, Any] = {}
+    covers: bool = True  # every row is in a step
+    whole_prompts: bool = False
+
+
+ADVANTAGES = {
+    "group_mean": Advantage(is_centred=True, by_group=True),
+    "group_zscore": Advantage(is_centred=True, by_group=True),
+    "leave_one_out": Advantage(is_centred=True, by_group=True),
+    "batch_whitened": Advantage(),
+    "group_mean_batch_std": Advantage(is_centred=True, by_group=True),
+    "signs": Advantage(),
+    "positives_only": Advantage(),
+    "negatives_only": Advantage(),
+    "weighted_signs": Advantage(),
+    "max_rl": Advantage(is_centred=True, by_group=True),
+    "fade": Advantage({"alpha": 2.0, "delta": 1.0}, is_centred=True, by_group=True),
+}
+
+RULES = {
+    "uniform": Rule(keeps_mass=True),
+    "delta": Rule({"proxy": "row"}),
+    "negative_token_filter": Rule({"fraction": 0.3}),
+    "edits": Rule(keeps_sign=False),
+    "top_entropy": Rule({"fraction": 0.3}),
+    "conflict": Rule(),
+    "probability_scaled": Rule(),
+    "ktae": Rule(keeps_sign=False),
+    "shared_prefix": Rule(),
+    "spurious": Rule({"max_prob": 0.9, "renormalise": "mass"}, keeps_mass=True),
+    "covariance": Rule({"fraction": 0.2, "low": -100.0, "high": 100.0}, is_random=True),
+    "focal": Rule({"gamma": 1.0}),
+    "kl_penalty": Rule({"coef": 0.1}, keeps_sign=False),
+    "chain": Rule({"rules": ("top_entropy", "negative_token_filter")}),
+    "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
+    "only_positive": Rule({"rule": "top_entropy"}),
+    "only_negative": Rule({"rule": "top_entropy"}),
+}
+
+LOSSES = {
+    "reinforce": Loss(),
+    "clipped": Loss({"clip_low": 0.2, "clip_high": 0.28}),
+    "dual_clip": Loss(),
+    "symmetric_clip": Loss(),
+    "sequence_ratio": Loss({"clip_low": 0.2, "clip_high": 0.2}),
+    "detached_ratio": Loss(),
+    "soft_gate": Loss(),
+    "geometric": Loss(),
+    "cumulative": Loss({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.4}),
+    "target": Loss(),
+    "contrastive": Loss(),
+    "dfpo": Loss({"transform": "orth"}),
+    "clip_cov": Loss(is_random=True),
+    "kl_cov": Loss(is_random=True),
+    "kl": Loss({"coef": 0.1}),
+}
+
+REDUCTIONS = {
+    "per_token": Reduction(total=1.0),
+    "per_sequence": Reduction(total=1.0),
+    "constant_length": Reduction({"length": 7}),
+    "side_means": Reduction(),
+}
+
+PLANS = {
+    "query_preserved": PlanRow(whole_prompts=True),
+    "reward_balanced": PlanRow({"mode": "groups"}, covers=False, whole_prompts=True),
+    "random_rows": PlanRow(),
+    "length_sorted": PlanRow(),
+    "round_robin": PlanRow(),
+}
+
+CONTROLLERS = {
+    "fade": {"rate": 0.1},
+    "entropy_target": {"path": "advantage.alpha", "start": 1.0, "lo": 1.0, "hi": 3.0, "rate": 0.5},
+}
+
+# preset -> whether its credit or loss draws at random (then padding may change the draw)
+PRESETS = dict.fromkeys(
+    [
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "rloo",
+        "reinforce_pp",
+        "psr",
+        "nsr",
+        "w_reinforce",
+        "max_rl",
+        "gmpo",
+        "ctpo",
+        "tpo",
+        "delta",
+        "fade",
+        "crf_ntf",
+        "ntf_whitened",
+        "dfpo_min",
+        "dfpo_orth",
+        "ibpo",
+        "gtpo",
+        "top_entropy",
+        "ar",
+        "ktae",
+        "stapo",
+        "clip_cov",
+        "f_grpo",
+    ],
+    False,
+) | {"clip_cov": True}

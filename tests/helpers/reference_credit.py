@@ -1,0 +1,215 @@
+"""Loops-only twins of the credit rules: Python lists in, Python lists out, written from the
+equations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+
+class Rollouts:
+    """A batch as ragged Python lists."""
+
+    def __init__(self, batch):
+        lengths = batch.mask_NT.sum(1).tolist()
+        self.group, self.reward = batch.group_N.tolist(), batch.reward_N.tolist()
+        for name in ("token_ids", "sampler_logp", "entropy", "ref_logp"):
+            column = getattr(batch, f"{name}_NT")
+            rows = None if column is None else [row[:n] for row, n in zip(column.tolist(), lengths)]
+            setattr(self, name, rows)
+
+    def siblings(self, i):
+        return [j for j in range(len(self.group)) if self.group[j] == self.group[i]]
+
+    def places(self):
+        return [(i, t) for i, ids in enumerate(self.token_ids) for t in range(len(ids))]
+
+
+def copy(credit):
+    return [list(row) for row in credit]
+
+
+def negative_token_filter(credit, r, fraction):
+    out = copy(credit)
+    for i, row in enumerate(credit):
+        negative = [t for t, c in enumerate(row) if c < 0]
+        keep = max(1, math.ceil(Fraction(str(fraction)) * len(negative)))
+        for t in sorted(negative, key=lambda t: (r.sampler_logp[i][t], t))[keep:]:
+            out[i][t] = 0.0
+    return out
+
+
+def quantile(values, level):
+    values = sorted(values)
+    if not values:
+        return math.inf
+    rank = Fraction(str(level)) * (len(values) - 1)
+    low, high = math.floor(rank), math.ceil(rank)
+    return values[low] + float(rank - low) * (values[high] - values[low])
+
+
+def top_entropy(credit, r, fraction):
+    threshold = quantile([r.entropy[i][t] for i, t in r.places()], 1 - Fraction(str(fraction)))
+    return [
+        [c if r.entropy[i][t] >= threshold else 0.0 for t, c in enumerate(row)]
+        for i, row in enumerate(credit)
+    ]
+
+
+def spurious(credit, r, max_prob, entropy_quantile, quantile_over, renormalise):
+    rare = [
+        (i, t)
+        for i, t in r.places()
+        if credit[i][t] > 0 and math.exp(r.sampler_logp[i][t]) < max_prob
+    ]
+    pool = rare if quantile_over == "rare" else r.places()
+    threshold = quantile([r.entropy[i][t] for i, t in pool], entropy_quantile)
+    dropped = {(i, t) for i, t in rare if r.entropy[i][t] < threshold}
+    out = [
+        [0.0 if (i, t) in dropped else c for t, c in enumerate(row)] for i, row in enumerate(credit)
+    ]
+    if renormalise == "none":
+        return out
+    if renormalise == "tokens":
+        whole, kept = len(r.places()), len(r.places()) - len(dropped)
+    else:
+        whole, kept = mass(credit), mass(out)
+    return [[c * whole / kept for c in row] for row in out] if kept else out
+
+
+def mass(credit):
+    return math.fsum(abs(c) for row in credit for c in row)
+
+
+def conflict(credit, r, positive, negative, runs):
+    def contested(i, t, from_end):
+        signs = set()
+        for j in r.siblings(i):
+            s = len(r.token_ids[j]) - (len(r.token_ids[i]) - t) if from_end else t
+            if 0 <= s < len(r.token_ids[j]) and r.token_ids[j][s] == r.token_ids[i][t]:
+                signs.add((credit[j][s] > 0) - (credit[j][s] < 0))
+        return {-1, 1} <= signs
+
+    out = copy(credit)
+    for i, t in r.places():
+        n = len(r.token_ids[i])
+        start = runs != "end" and all(contested(i, s, False) for s in range(t + 1))
+        end = runs != "start" and all(contested(i, s, True) for s in range(t, n))
+        if start or end:
+            out[i][t] = credit[i][t] * (positive if credit[i][t] > 0 else negative)
+    return out
+
+
+def prefix_size(r, i, t):
+    return sum(r.token_ids[j][: t + 1] == r.token_ids[i][: t + 1] for j in r.siblings(i))
+
+
+def shared_prefix(credit, r):
+    return [[c / prefix_size(r, i, t) for t, c in enumerate(row)] for i, row in enumerate(credit)]
+
+
+def probability_scaled(credit, r, alpha):
+    return [
+        [c * (alpha * math.exp(r.sampler_logp[i][t]) + 1 - alpha) for t, c in enumerate(row)]
+        for i, row in enumerate(credit)
+    ]
+
+
+def focal(credit, r, gamma, threshold):
+    rate = [
+        sum(r.reward[j] > threshold for j in r.siblings(i)) / len(r.siblings(i))
+        for i in range(len(credit))
+    ]
+    return [[c * (1 - rate[i]) ** gamma for c in row] for i, row in enumerate(credit)]
+
+
+def kl_penalty(credit, r, estimator, coef):
+    def kl(i, t):
+        gap = r.ref_logp[i][t] - r.sampler_logp[i][t]
+        return {"k1": -gap, "k2": gap * gap / 2, "k3": math.exp(gap) - 1 - gap}[estimator]
+
+    return [[c - coef * kl(i, t) for t, c in enumerate(row)] for i, row in enumerate(credit)]
+
+
+def token_covariance(credit, r):
+    n = len(r.places())
+    logp_mean = math.fsum(r.sampler_logp[i][t] for i, t in r.places()) / n
+    credit_mean = math.fsum(c for row in credit for c in row) / n
+    return [
+        [(r.sampler_logp[i][t] - logp_mean) * (c - credit_mean) for t, c in enumerate(row)]
+        for i, row in enumerate(credit)
+    ]
+
+
+def fisher_p(a, b, right, wrong):
+    """Two-sided, by exact counting of tables."""
+    hit, ways = a + b, math.comb(right + wrong, a + b)
+    chance = {
+        k: Fraction(math.comb(right, k) * math.comb(wrong, hit - k), ways)
+        for k in range(hit + 1)
+        if k <= right and hit - k <= wrong
+    }
+    return float(sum(p for p in chance.values() if p <= chance[a]))
+
+
+def entropy_bits(*counts):
+    total = sum(counts)
+    return -sum(c / total * math.log2(c / total) for c in counts if c)
+
+
+def ktae(credit, r, fisher_weight, gain_weight, frequency_weight, top, threshold):
+    out = copy(credit)
+    for i, t in r.places():
+        token, family = r.token_ids[i][t], r.siblings(i)
+        right = [j for j in family if r.reward[j] > threshold]
+        wrong = [j for j in family if r.reward[j] <= threshold]
+        if not right or not wrong:
+            continue
+        a, b = (
+            sum(token in r.token_ids[j] for j in right),
+            sum(token in r.token_ids[j] for j in wrong),
+        )
+        c, d, n = len(right) - a, len(wrong) - b, len(family)
+        p = fisher_p(a, b, len(right), len(wrong))
+        closeness = 0.0 if p == 1 else math.exp(-2 * p)
+        gain = entropy_bits(a + c, b + d) - (a + b) / n * entropy_bits(a, b)
+        if c + d:
+            gain -= (c + d) / n * entropy_bits(c, d)
+        direction = math.asin(math.sqrt(a / (a + c))) - math.asin(math.sqrt(b / (b + d)))
+        if frequency_weight:
+            tf_right, tf_wrong = (
+                term_frequency(r, token, right, wrong),
+                term_frequency(r, token, wrong, right),
+            )
+            direction += frequency_weight * (
+                tf_right / (tf_wrong + 1e-5) - tf_wrong / (tf_right + 1e-5)
+            )
+        strength = (fisher_weight * closeness + gain_weight * gain) / (fisher_weight + gain_weight)
+        out[i][t] += top * math.tanh(strength * direction / 2)  # = 2 top (sigmoid - 1/2)
+    return out
+
+
+def term_frequency(r, token, side, other):
+    """BM25's term frequency with k1 = 2, b = 1/2 over the concatenated rollouts of a side."""
+    length, other_length = (
+        sum(len(r.token_ids[j]) for j in side),
+        sum(len(r.token_ids[j]) for j in other),
+    )
+    share = sum(r.token_ids[j].count(token) for j in side) / length
+    return share * 3 / (share + 2 * (0.5 + 0.5 * length / ((length + other_length) / 2)))
+
+
+def edit_distance(one, other):
+    table = {}
+    for i, j in itertools.product(range(len(one) + 1), range(len(other) + 1)):
+        if i == 0 or j == 0:
+            table[i, j] = i + j
+        else:
+            table[i, j] = min(
+                table[i - 1, j] + 1,
+                table[i, j - 1] + 1,
+                table[i - 1, j - 1] + (one[i - 1] != other[j - 1]),
+            )
+    return table[len(one), len(other)]

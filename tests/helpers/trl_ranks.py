@@ -1,0 +1,124 @@
+"""One rank of a tiny training: ``torchrun --nproc_per_node 2 trl_ranks.py OUT SCENARIO...``.
+
+Run plainly it is the single process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from counterpoise.hosts.trl.batch import gathered
+from counterpoise.hosts.trl.state import credit_state
+from helpers import trl_tiny
+
+# sgd without clipping: a difference in the gradient stays the size it has
+ARGS = {
+    "optim": "sgd",
+    "learning_rate": 0.02,
+    "max_grad_norm": 0.0,
+    "max_steps": 4,
+    "gradient_accumulation_steps": 2,
+}
+SCENARIOS = {
+    "delta": {"method": "delta", "plan": "query_preserved"},
+    "fade": {"method": "fade", "plan": "reward_balanced"},
+    "dfpo_min": {"method": "dfpo_min"},
+    "crf_ntf": {"method": "crf_ntf"},
+    "top_entropy": {"method": "top_entropy", "plan": "length_sorted"},
+    "reinforce_pp": {"method": "reinforce_pp", "plan": "round_robin"},
+    "ktae": {"method": "ktae", "plan": "query_preserved"},
+    "clip_cov": {"method": "clip_cov", "plan": "query_preserved"},
+    "uniform": {"method": "uniform", "plan": "query_preserved"},
+    "ledger": {"method": "delta", "plan": "reward_balanced", "ledger_every": 2},
+}
+
+
+def shard_fully(trainer):
+    """FSDP2 on the CPU: accelerate shards by ``fully_shard`` whatever the device, but offers it on
+    accelerators only.
+    """
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    trainer.accelerator.state.distributed_type, trainer.accelerator.state.fsdp_plugin = (
+        DistributedType.FSDP,
+        plugin,
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def run(name, world):
+    """Credit of every generation by global row, plans, and the weights at the end; 16 rollouts a
+    generation whatever the world.
+    """
+    sizes = {"per_device_train_batch_size": 4 // world, "steps_per_generation": 4}
+    folder = Path(tempfile.mkdtemp())
+    trainer = trl_tiny.ours(folder, args=ARGS | sizes | SCENARIOS[name], rollout_func=trl_tiny.told)
+    assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
+    if os.environ.get("ENGINE") == "fsdp2":
+        shard_fully(trainer)
+    credits, plans, take = [], [], trainer._take_generation
+
+    def watched(output):
+        credits.append(_by_row(trainer, output))
+        take(output)
+        plans.append(
+            None if trainer.credit_plan is None else [step.tolist() for step in trainer.credit_plan]
+        )
+
+    trainer._take_generation = watched
+    start = trl_tiny.weights(trainer)
+    trainer.train()
+    return {
+        "world": world,
+        "credit": credits,
+        "plans": plans,
+        "engine": str(trainer.accelerator.distributed_type),
+        "num_sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+        "start": start,
+        "weights": _whole(trl_tiny.weights(trainer)),
+        "state": credit_state(trainer).method_state,
+        "tokens": _tokens(folder),
+    }
+
+
+def _tokens(folder):
+    """The first token table, if there is one."""
+    file = folder / "counterpoise" / "tokens" / "step_000000.parquet"
+    return pq.read_table(file).to_pydict() if file.is_file() else None
+
+
+def _by_row(trainer, output):
+    """[N, T] credit in the order of the rows' global numbers."""
+    columns = gathered(trainer, {name: output[name] for name in ("cp_row", "cp_credit")})
+    return columns["cp_credit"][columns["cp_row"].argsort()]
+
+
+def _whole(tensors):
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in tensors.items()
+    }
+
+
+def main(out, names):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(1)
+    found = {name: run(name, world) for name in names}
+    if int(os.environ.get("RANK", 0)) == 0:
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

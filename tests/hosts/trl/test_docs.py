@@ -1,0 +1,138 @@
+"""What the pages and examples say runs: the start, the YAML files, the example, the accelerate
+config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+import counterpoise as cp
+from counterpoise.hosts.trl import CreditGRPOConfig
+from counterpoise.policy.load import locate
+from counterpoise.run.read import open_run
+from helpers import trl_tiny
+
+pytestmark = pytest.mark.hosts
+ROOT = Path(__file__).parents[3]
+PAGE, EIGHT = ((ROOT / "docs" / "hosts" / name).read_text() for name in ("trl.md", "eight_gpus.md"))
+ON_CPU = "per_device_train_batch_size=8, max_completion_length=4, max_steps=1, **SMALL"
+SMALL = {
+    name: trl_tiny.SMALL[name]
+    for name in (
+        "use_cpu",
+        "bf16",
+        "gradient_checkpointing",
+        "report_to",
+        "save_strategy",
+        "disable_tqdm",
+    )
+}
+
+
+def blocks(page, kind):
+    return re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_start(tmp_path, monkeypatch):
+    """As it is printed, with the bundled model and settings for a CPU."""
+    monkeypatch.chdir(tmp_path)
+    code = blocks(PAGE, "python")[0].replace("Qwen/Qwen2.5-0.5B-Instruct", locate("bundled").place)
+    assert code.count("steps_per_generation=4)") == 1
+    exec(
+        code.replace("steps_per_generation=4)", f"steps_per_generation=4, {ON_CPU})"),
+        {"SMALL": SMALL},
+    )
+    assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("page", [PAGE, EIGHT], ids=["trl", "eight_gpus"])
+def test_yaml_files_parse(page, tmp_path):
+    """By TrlParser, every key known; the sizes make whole prompts an update."""
+    text = next(block for block in blocks(page, "yaml") if "output_dir" in block)
+    (tmp_path / "run.yaml").write_text(text)
+    parser = trl.TrlParser(CreditGRPOConfig)
+    words = [
+        "--config",
+        str(tmp_path / "run.yaml"),
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+        "--report_to",
+        "none",
+    ]
+    (args,) = parser.parse_args_and_config(words)
+    given = yaml.safe_load(text)
+    assert (args.method, args.plan, args.num_generations) == (
+        given["method"],
+        given["plan"],
+        given["num_generations"],
+    )
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    assert rows % args.num_generations == 0
+    assert args.steps_per_generation // args.gradient_accumulation_steps == 4
+    assert args.setup().has_own_plan
+
+
+def test_the_table_of_methods_is_complete():
+    table = PAGE.split("## Which methods work")[1].split("\n- ")[0]
+    named = {
+        name
+        for row in table.splitlines()
+        if row.startswith("|")
+        for name in re.findall(r"\w+", row.split("|")[1])
+    }
+    assert set(cp.methods()) <= named
+
+
+def test_the_accelerate_config():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "examples" / "accelerate_fsdp.yaml"))
+    assert (config.num_processes, config.mixed_precision, str(config.distributed_type)) == (
+        8,
+        "bf16",
+        "DistributedType.FSDP",
+    )
+    assert config.fsdp_config["fsdp_version"] == 2
+
+
+def test_the_example(tmp_path):
+    """Under 60 lines; from the command line with a YAML file, one generation with the ledger."""
+    script = ROOT / "examples" / "trl_delta.py"
+    assert len(script.read_text().splitlines()) < 60
+    (tmp_path / "mine.yaml").write_text(
+        "ledger_every: 1\nper_device_train_batch_size: 8\nmax_completion_length: 80\n"
+    )
+    words = [
+        "--config",
+        str(tmp_path / "mine.yaml"),
+        "--max_steps",
+        "4",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = open_run(tmp_path / "out" / "counterpoise")
+    assert run.problems == []
+    assert run.config["method"]["name"] == "delta"
+    rollouts = run.table("rollouts", 0).to_pandas()
+    assert len(rollouts) == 32 and rollouts["reward"].isin([0.0, 1.0]).all()
+    assert rollouts["text"].str.contains("So the answer is").any()
+    assert run.plan(0)["plan"] == {"name": "query_preserved"}

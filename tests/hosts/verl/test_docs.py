@@ -1,0 +1,149 @@
+"""docs/hosts/verl.md: its command line is one that verl's configuration and our checks accept, its
+table is what the code does.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip(
+    "verl.trainer.ppo.v1",
+    reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl",
+)
+
+import counterpoise as cp
+from counterpoise.hosts.verl import checks as verl_checks
+from counterpoise.hosts.verl import method as verl_methods
+from counterpoise.hosts.verl import plan as verl_order
+from counterpoise.hosts.verl import register
+from counterpoise.hosts.verl.checks import check_config, mode_of
+from counterpoise.hosts.verl.method import agg_mode, loss_trouble, setup, trainer_trouble
+from helpers.verl.page import PAGE, overrides
+
+pytestmark = [pytest.mark.hosts, pytest.mark.verl]
+register()
+
+
+def composed(**changed):
+    from hydra import compose, initialize_config_module
+
+    lines = [f"{key}={value}" for key, value in (overrides() | changed).items()]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=lines)
+
+
+def test_the_command_line_is_accepted_by_verl_and_by_us():
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.utils.config import validate_config
+
+    made = composed(**{"+algorithm.counterpoise.credit": "[{name:top_entropy,fraction:0.2}]"})
+    validate_config(
+        made, use_reference_policy=need_reference_policy(made), use_critic=need_critic(made)
+    )
+    assert get_trainer_cls(made.trainer.v1.trainer_mode).__name__ == "CreditSync"
+    credit, plan = check_config(made, mode_of(made.trainer.v1.trainer_mode))
+    assert credit is not None and plan is not None
+    assert credit.method.describe()["credit"] == [{"name": "top_entropy", "fraction": 0.2}]
+    assert plan.method.describe()["plan"] == {"name": "query_preserved"}
+
+
+def test_a_key_that_verl_does_not_have_is_an_error():
+    from hydra.errors import ConfigCompositionException
+
+    with pytest.raises(ConfigCompositionException, match="ppo_minibatch_size"):
+        composed(**{"actor_rollout_ref.actor.ppo_minibatch_size": "64"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {"actor_rollout_ref.rollout.n": "1"},
+            "counterpoise/ktae with actor_rollout_ref.rollout.n=1: group_zscore compares",
+        ),
+        (
+            {
+                "model_engine": "megatron",
+                "actor_rollout_ref.actor.megatron.dynamic_context_parallel": "True",
+            },
+            "actor.megatron.dynamic_context_parallel=True",
+        ),
+        (
+            {
+                "model_engine": "torchtitan",
+                "actor_rollout_ref.actor.torchtitan.context_parallel_size": "2",
+            },
+            "actor.torchtitan.context_parallel_size=2",
+        ),
+        ({"actor_rollout_ref.actor.shuffle": "True"}, "actor.shuffle=True"),
+        (
+            {
+                "algorithm.rollout_correction.bypass_mode": "True",
+                "algorithm.adv_estimator": "counterpoise/fade",
+            },
+            "bypass_mode=True",
+        ),
+    ],
+)
+def test_settings_that_are_refused_are_settings_of_verl(changed, line):
+    with pytest.raises(ValueError, match=line):
+        check_config(composed(**changed), "sync")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "2"},
+        {"model_engine": "megatron", "actor_rollout_ref.actor.megatron.context_parallel_size": "2"},
+        {"model_engine": "torchtitan"},
+        {
+            "actor_rollout_ref.rollout.n": "1",
+            "algorithm.adv_estimator": "counterpoise/reinforce_pp",
+        },
+    ],
+)
+def test_settings_that_are_accepted(changed):
+    assert check_config(composed(**changed), "sync")[1] is not None
+
+
+def test_the_pages_python_runs():
+    """In a fresh process, where verl has loaded the plug-in by itself."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_examples_in_docstrings():
+    for module in (verl_checks, verl_methods, verl_order):
+        done = doctest.testmod(module)
+        assert done.attempted > 0 and done.failed == 0
+
+
+def test_the_table_is_what_the_code_does():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
+    expected = {}
+    for name in cp.methods():
+        try:
+            made = setup(name)
+            credit = (
+                "alone" if made.is_reward_only else "no" if trainer_trouble(made) else "trainer"
+            )
+        except ValueError:
+            credit = "no"
+        method = cp.method(name)
+        expected[name] = f"{credit} | {'no' if loss_trouble(method) else agg_mode(method)}"
+    assert rows == expected

@@ -1,0 +1,114 @@
+"""Replay: one saved batch under several methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import counterpoise as cp
+from counterpoise.cli.replay import replay as command
+from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.probes import open_scene
+from counterpoise.probes.replay import correlations, replay
+from helpers.probe_run import small_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return small_run(tmp_path_factory.mktemp("replay") / "run", num_steps=1, ledger_every=0)
+
+
+def test_a_method_with_itself(run: Path) -> None:
+    summary = replay(run, 0, ["dapo", "{name: dapo}", "psr"], apply=True)
+    numbers = summary["numbers"]
+    assert numbers["rank_correlation"]["dapo ~ {name: dapo}"] == 1.0
+    assert numbers["rank_correlation_of_updates"]["dapo ~ {name: dapo}"] == 1.0
+    assert numbers["update"]["dapo"] == numbers["update"]["{name: dapo}"]
+    assert numbers["rank_correlation"]["dapo ~ psr"] < 1.0
+    assert numbers["credit"]["psr"]["mean_negative"] == 0.0
+    assert (
+        numbers["update"]["dapo"]["delta"]["positive"]["mean"]
+        > numbers["update"]["dapo"]["delta"]["negative"]["mean"]
+    )
+
+
+def test_updates_and_figure_stay_beside_the_credits(run: Path) -> None:
+    """Numbers can be made again from the raw data, and other methods do not replace them."""
+    first = replay(run, 0, ["dapo", "psr"], apply=True)
+    second = replay(run, 0, ["dapo", "nsr"], apply=True)
+    assert first["folder"] != second["folder"]
+    for summary in (first, second):
+        folder = Path(summary["folder"])
+        assert {path.name for path in folder.iterdir()} == {
+            "credits.parquet",
+            "updates.parquet",
+            "summary.json",
+            "figure.html",
+        }
+        table = pd.read_parquet(folder / "updates.parquet")
+        for label in summary["methods"]:
+            positive = table[table["sign"] > 0]
+            flips = (positive[f"change/{label}"] < 0).mean()
+            assert summary["numbers"]["update"][label]["flip"]["positive"]["mean"] == pytest.approx(
+                flips, rel=1e-5
+            )
+        assert (
+            table.groupby("rollout")["position"].agg(lambda p: list(p) == list(range(len(p)))).all()
+        )
+
+
+def test_credits_are_those_of_the_method(run: Path) -> None:
+    summary = replay(run, 0, ["dapo", "top_entropy"])
+    table = pd.read_parquet(Path(summary["folder"]) / "credits.parquet")
+    batch = open_scene(run, 0).collected.batch
+    expected = cp.method("top_entropy").assign(batch).credit_NT[batch.mask_NT].numpy()
+    assert np.array_equal(table["credit/top_entropy"].to_numpy(), expected)
+    assert "update" not in summary["numbers"]
+
+
+def test_replay_restores_between_methods(run: Path, monkeypatch) -> None:
+    scene = open_scene(run, 0)
+    before = snapshot(scene.policy.model, scene.optimizer)
+    monkeypatch.setattr("counterpoise.probes.replay.open_scene", lambda run_dir, step: scene)
+    replay(run, 0, ["dapo", "nsr"], apply=True)
+    after = snapshot(scene.policy.model, scene.optimizer)
+    assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
+    assert (
+        after.slots == before.slots == [None] * len(before.slots)
+    )  # no optimizer state before the first step, none afterwards
+
+
+def test_correlation_by_hand() -> None:
+    """Ranks of (3, 1, 2) against (1, 2, 3): 1 - 6 (4 + 1 + 1) / (3 * 8) = -0.5; a constant column
+    has none.
+    """
+    found = correlations(
+        {"a": np.array([1.0, 2.0, 3.0]), "b": np.array([3.0, 1.0, 2.0]), "c": np.ones(3)}
+    )
+    assert found == {"a ~ b": -0.5, "a ~ c": None, "b ~ c": None}
+
+
+@pytest.mark.parametrize(
+    ("step", "methods", "message"),
+    [
+        (0, ["dapo", "dapo"], "named twice"),
+        (0, ["dappo"], "Did you mean 'dapo'"),
+        (0, ["[dapo]"], "expected a name, or a mapping with name"),
+        (5, ["dapo"], "no checkpoint of step 5"),
+    ],
+)
+def test_bad_input_is_one_line(step: int, methods: list[str], message: str, run: Path) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        replay(run, step, methods)
+    assert "\n" not in str(error.value)
+
+
+def test_command_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command(run, 0, ["dapo", "grpo"], False, True)
+    assert json.loads(capsys.readouterr().out)["methods"] == ["dapo", "grpo"]

@@ -1,0 +1,54 @@
+"""Numbers of an evaluation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from counterpoise.trainer.evaluate import difference, interval, pass_at_k, powers_of_two
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    """The unbiased formula equals counting every way to draw k of the n samples."""
+    rng = np.random.default_rng(0)
+    correct_PK = rng.random((5, 6)) < 0.3
+    for k in range(1, 7):
+        by_hand = np.mean(
+            [
+                [any(row[list(pick)]) for pick in itertools.combinations(range(6), k)]
+                for row in correct_PK
+            ]
+        )
+        assert pass_at_k(correct_PK, k) == pytest.approx(by_hand)
+    with pytest.raises(ValueError, match="between 1 and the 6 samples"):
+        pass_at_k(correct_PK, 7)
+
+
+def test_interval_covers_the_mean_as_often_as_it_says():
+    """95% intervals of 60 Bernoulli(0.4) draws hold 0.4 in most of 200 repetitions."""
+    rng = np.random.default_rng(1)
+    hits = 0
+    for repetition in range(200):
+        _, low, high = interval((rng.random(60) < 0.4).astype(float), seed=repetition)
+        hits += low <= 0.4 <= high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_paired_difference_is_narrower_than_two_intervals():
+    rng = np.random.default_rng(2)
+    easy = rng.random(300)
+    a = (rng.random(300) < easy).astype(float)[:, None]
+    b = a.copy()
+    b[:15] = 1 - b[:15]
+    mean, low, high = difference(a, b)
+    assert mean == pytest.approx((b - a).mean())
+    whole = interval(a.mean(1))
+    assert high - low < whole.high - whole.low
+    with pytest.raises(ValueError, match="same prompts"):
+        difference(a, b[:10])
+
+
+def test_powers_of_two():
+    assert [powers_of_two(k) for k in (1, 2, 7, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
