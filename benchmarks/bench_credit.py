@@ -1,5 +1,5 @@
 """Time of every credit rule: as a multiple of one log-softmax over the vocabulary, and as a share
-of a whole training step.
+of a whole training batch.
 
     python benchmarks/bench_credit.py [--json PATH] [--rules delta top_entropy] [--rollouts 512
     --tokens 1024] python benchmarks/bench_credit.py --share-of bundled [--data asdiv.jsonl]
@@ -9,8 +9,8 @@ Columns: ``ratio`` time of the rule / time of the log-softmax; ``report`` the sa
     own logged numbers; ``x4`` and ``x16`` time on
 4 and 16 times a sixteenth of the rollouts / time on that sixteenth (4 and 16 are linear); ``peak``
 the most memory above the inputs. With
-``--share-of MODEL``: ``share`` time of the rule / time of one rollout batch of the trainer
-(sampling, grading, four optimizer steps) on the same rollouts; ``columns`` what the columns that
+``--share-of MODEL``: ``share`` time of the rule / time of one batch of the trainer
+(sampling, grading, four updates) on the same rollouts; ``columns`` what the columns that
 the rule needs add to sampling, as a share of the same batch.
 
 Times are medians. What would take minutes is measured on a part of the tokens and multiplied up,
@@ -263,14 +263,14 @@ def line(row: dict[str, Any], num_tokens: int) -> str:
 
 
 def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[dict[str, Any]]:
-    """Every rule on the rollouts of a real step of the trainer, as a share of that step's seconds."""
+    """Every rule on the rollouts of a real batch of the trainer, as a share of that batch's seconds."""
     from counterpoise import method as make_method
     from counterpoise.policy import load_model
     from counterpoise.sampling import SAMPLED
     from counterpoise.tasks import task as make_task
     from counterpoise.trainer.collect import collect, measured
     from counterpoise.trainer.config import parse_config
-    from counterpoise.trainer.update import adamw, take_step
+    from counterpoise.trainer.update import adamw, apply_update
 
     task: dict[str, Any] = {"name": "arithmetic"}
     if args.data:
@@ -300,7 +300,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
         collected = collect(policy, grader, plain, config, 0, 0)
         credit = plain.assign(collected.batch)
         for row_R in plain.plan(collected.batch, 4):
-            take_step(
+            apply_update(
                 policy.model,
                 optimizer,
                 plain,
@@ -315,7 +315,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     step_s, sample_s = clock.median(step)[0], sampling(plain)
     collected, columns_s = collect(policy, grader, plain, config, 0, 0), {frozenset(): 0.0}
     print(
-        f"{args.share_of}: {int(collected.batch.mask_NT.sum())} response tokens, step {step_s:.3f}"
+        f"{args.share_of}: {int(collected.batch.mask_NT.sum())} response tokens, batch {step_s:.3f}"
         f" s, sampling {sample_s:.3f} s\n"
     )
     print(f"{'rule':24}{'share':>10}{'columns':>10}")
@@ -366,7 +366,7 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the numbers here")
     parser.add_argument(
-        "--share-of", metavar="MODEL", help="shares of a training step of this model instead"
+        "--share-of", metavar="MODEL", help="shares of a training batch of this model instead"
     )
     parser.add_argument(
         "--data",

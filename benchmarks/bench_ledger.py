@@ -1,11 +1,11 @@
-"""What the ledger costs: time as a multiple of the training step it explains, by stage; growth with
+"""What the ledger costs: time as a multiple of the training batch it explains, by stage; growth with
 tokens; peak memory; the head kernel.
 
     python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32]
     [--repeats 3] [--axes sign] [--json PATH]
 
-A training step is one rollout batch: sampling, measuring, credit, optimizer steps. ``ratio`` is
-ledger / step, ``update`` ledger / optimizer steps alone, ``slowdown`` what ``every: 10`` adds to a
+A training batch is one batch: sampling, measuring, credit, updates. ``ratio`` is
+ledger / batch, ``update`` ledger / updates alone, ``slowdown`` what ``every: 10`` adds to a
 run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers.
 ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
 peak with and without the
@@ -43,7 +43,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import collect, measured
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy
-from counterpoise.trainer.update import adamw, take_step
+from counterpoise.trainer.update import adamw, apply_update
 
 KERNEL_SIZES = (4096, 49152, 576)  # tokens, vocabulary, hidden size: those of SmolLM2-135M
 # what is timed by itself: stage -> (module, function)
@@ -60,7 +60,7 @@ STAGES = {
 
 
 class Cost(NamedTuple):
-    """Seconds of one rollout batch."""
+    """Seconds of one batch."""
 
     sample_s: float
     update_s: float
@@ -81,7 +81,7 @@ class Bench(NamedTuple):
     clock: Callable[[], float]
 
     def batches(self, axes: list[str], prompts: int, repeats: int) -> list[Cost]:
-        """The same rollout batch ``repeats`` times after one warm-up, trained on and accounted for;
+        """The same batch ``repeats`` times after one warm-up, trained on and accounted for;
         without axes, trained on alone.
         """
         config = self.config.model_copy(
@@ -108,7 +108,7 @@ class Bench(NamedTuple):
             self.policy, method, config, collect(self.policy, task, method, config, 0, 0), None
         )
         credit = method.assign(collected.batch)
-        plan = method.plan(collected.batch, config.optimizer.steps_per_batch)
+        plan = method.plan(collected.batch, config.optimizer.updates_per_batch)
         sample_s, update_s, began = self.clock() - start, 0.0, self.clock()
         with timed_stages(self.clock) as stages:
             with observe(
@@ -118,7 +118,7 @@ class Bench(NamedTuple):
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
                     start = self.clock()
-                    update = take_step(
+                    update = apply_update(
                         self.policy.model, optimizer, method, rows, collected, config
                     )
                     update_s += self.clock() - start
@@ -191,7 +191,7 @@ def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
     stages["other"] = row["ledger_s"] - sum(stages.values())
     row |= {"ratio": row["ledger_s"] / row["step_s"], "update": row["ledger_s"] / row["update_s"]}
     print(
-        f"{'+'.join(axes):<14} step {row['step_s']:6.2f} s (updates {row['update_s']:.2f} s) "
+        f"{'+'.join(axes):<14} batch {row['step_s']:6.2f} s (updates {row['update_s']:.2f} s) "
         f" ledger {row['ledger_s']:6.2f} s  ratio {row['ratio']:.2f}  update {row['update']:.2f} "
         f" slowdown at every: 10 {row['ratio'] / 10:.0%}  {found[-1].num_tokens} tokens"
     )

@@ -1,10 +1,10 @@
-"""A whole RL step: our trainer against TRL's GRPOTrainer on the same model, prompts, lengths,
+"""A whole RL batch: our trainer against TRL's GRPOTrainer on the same model, prompts, lengths,
 reward and optimizer.
 
     python benchmarks/bench_step.py                                    # the bundled model on arithmetic
     python benchmarks/bench_step.py --model smollm2 --data asdiv.jsonl --prompts 64 --new-tokens 112
 
-A step is one rollout batch: sampling, grading, credit and ``--updates`` optimizer steps, files
+A batch is one batch: sampling, grading, credit and ``--updates`` updates, files
 written as each trainer writes them by default (ours without ledger, evaluation and checkpoints; TRL
 without checkpoints). Seconds are medians after ``--warmup`` batches. Each runs in a process of its
 own, one after the other, ``--rounds`` times in turn; memory is that process's peak: allocated on
@@ -128,7 +128,7 @@ def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
         "model": args.model,
         "task": task,
         "method": {"name": "delta" if args.who == "ours delta" else "dapo"},
-        "num_steps": args.warmup + args.batches,
+        "num_batches": args.warmup + args.batches,
         "rollouts": {
             "prompts": args.prompts,
             "group_size": args.group_size,
@@ -136,7 +136,7 @@ def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
         },
         "optimizer": {
             "lr": 1e-6,
-            "steps_per_batch": args.updates,
+            "updates_per_batch": args.updates,
             "compile": args.who == "ours compiled",
         },
         "eval": {"every": 0},
@@ -162,7 +162,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         settings = recipe(args, f"{folder}/run")
-        settings["num_steps"] += 1  # the last batch of a run writes a checkpoint and is left out
+        settings["num_batches"] += 1  # the last batch of a run writes a checkpoint and is left out
         file.write_text(yaml.safe_dump(settings))
         began = now()
         train(load_config(file, args.set), progress=Stopwatch(quiet=True))
@@ -204,7 +204,9 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
     task = make_task(**settings["task"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_model(args.model, dtype=torch.float32, device=device)
-    prompts = list(itertools.islice(task.prompts("train", 0), args.prompts * settings["num_steps"]))
+    prompts = list(
+        itertools.islice(task.prompts("train", 0), args.prompts * settings["num_batches"])
+    )
     rows = [
         {
             "prompt": [{"role": "user", "content": p.text}],
@@ -238,7 +240,7 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
             steps_per_generation=args.updates,
             num_generations=args.group_size,
             max_completion_length=args.new_tokens,
-            max_steps=settings["num_steps"] * args.updates,
+            max_steps=settings["num_batches"] * args.updates,
             learning_rate=settings["optimizer"]["lr"],
             beta=0.0,
             loss_type="dapo",

@@ -136,7 +136,7 @@ def loaded(page: Page, port: int) -> None:
 
 
 def scrolled(page: Page) -> None:
-    """Wheel steps of a reader, then jumps to everywhere."""
+    """Wheel batches of a reader, then jumps to everywhere."""
     page.mouse.move(600, 600)
     for _ in range(40):
         page.mouse.wheel(0, 400)

@@ -30,7 +30,7 @@ def main(results: Path, prefix: Path) -> None:
 
 
 def summaries(results: Path) -> dict[str, Path]:
-    """The pooled summary of each probe, or that of its last step where there is nothing to pool."""
+    """The pooled summary of each probe, or that of its last batch where there is nothing to pool."""
     out = {}
     for name in PROBES:
         found = sorted(

@@ -105,7 +105,7 @@ def trained(
         config = load_config(recipe, overrides)
         result = train(config, fresh=True)
         if not result.is_finished:
-            return f"stopped after step {result.step}"
+            return f"stopped after batch {result.step}"
         if closing:
             close(config, run_dir, closing)
     except Exception as error:  # one run that fails must not cost the others

@@ -26,8 +26,8 @@ from typing import Any
 
 from counterpoise.probes import PROBES, Scene, open_scene, pool, run_probe
 from counterpoise.probes.output import read
-from counterpoise.probes.runner import last_step, make_tables
-from counterpoise.run.files import step_of
+from counterpoise.probes.runner import last_batch, make_tables
+from counterpoise.run.files import batch_of
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
@@ -79,11 +79,11 @@ def main() -> None:
     settings = probe_settings(args.probe_set)
     stages.run("flips", lambda: probed(run_dir, "flips", None, {}))
     for step in args.probe_at:
-        scene = stages.run(f"open step {step}", lambda step=step: open_scene(run_dir, step))
+        scene = stages.run(f"open batch {step}", lambda step=step: open_scene(run_dir, step))
         names = [*AT_EVERY_STEP, *(["drift"] if step == args.probe_at[-1] else [])]
         for name in names if scene else []:
             stages.run(
-                f"{name} step {step}",
+                f"{name} batch {step}",
                 lambda name=name, scene=scene: probed(run_dir, name, scene, settings.get(name, {})),
             )
     if HAS_NUMBERS:
@@ -97,23 +97,23 @@ def main() -> None:
 
 
 def recipe(args: argparse.Namespace) -> Config:
-    """The recipe with what the experiments need: checkpoints at the probed steps, the ledger, one
+    """The recipe with what the experiments need: checkpoints at the probed batches, the ledger, one
     evaluation at each end.
     """
     every = math.gcd(*args.probe_at)
     own = {
         "run_dir": args.run,
-        "num_steps": args.steps,
+        "num_batches": args.updates,
         "keep_every": every,
         "checkpoint_every": every,
-        "eval.every": args.steps,
+        "eval.every": args.updates,
     }
     own |= {"ledger.every": args.ledger_every, "ledger.bank": 64, "trackers": "[]"}
     return load_config(args.recipe, [f"{key}={value}" for key, value in own.items()] + args.set)
 
 
 def trained(config: Config, limit_s: float) -> None:
-    """Train, or go on; a run that is out of time stops after its step and can be continued."""
+    """Train, or go on; a run that is out of time stops after its batch and can be continued."""
     timer = threading.Timer(limit_s, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()
@@ -127,14 +127,14 @@ def trained(config: Config, limit_s: float) -> None:
         timer.cancel()
     if not result.is_finished:
         raise TimeoutError(
-            f"training stopped after step {result.step} of {config.num_steps}; run the same command"
+            f"training stopped after batch {result.step} of {config.num_batches}; run the same command"
             " to go on"
         )
 
 
 def probed(run_dir: Path, name: str, scene: Scene | None, settings: dict[str, Any]) -> Any:
     """A probe's tables, and its numbers and figure where they can be made."""
-    step = last_step(run_dir, PROBES[name].needs_snapshot) if scene is None else scene.step
+    step = last_batch(run_dir, PROBES[name].needs_snapshot) if scene is None else scene.step
     return (run_probe if HAS_NUMBERS else make_tables)(run_dir, name, step, settings, scene=scene)
 
 
@@ -164,12 +164,12 @@ def kept(run_dir: Path, out: Path) -> None:
 
 
 def numbers(out: Path) -> None:
-    """Summaries of every probe from its tables, one step at a time and pooled."""
-    for started in sorted(out.glob("probes/*/step_*/started.json")):
+    """Summaries of every probe from its tables, one batch at a time and pooled."""
+    for started in sorted(out.glob("probes/*/batch_*/started.json")):
         facts, folder = json.loads(started.read_text()), started.parent
         tables = {path.stem: read(path) for path in sorted(folder.glob("*.parquet"))}
         PROBES[facts["probe"]].summary(folder, facts, tables)
-        print(f"{facts['probe']} of step {step_of(folder)}")
+        print(f"{facts['probe']} of batch {batch_of(folder)}")
     for name in AT_EVERY_STEP:
         if (out / "probes" / name).is_dir():
             pool(out, name)
@@ -188,9 +188,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/claims_bundled"), help="what is kept"
     )
-    parser.add_argument("--steps", type=int, default=31, help="rollout batches to train")
+    parser.add_argument("--steps", type=int, default=31, help="batches to train")
     parser.add_argument(
-        "--probe-at", type=int, nargs="+", default=[10, 20, 30], help="rollout batches to probe"
+        "--probe-at", type=int, nargs="+", default=[10, 20, 30], help="batches to probe"
     )
     parser.add_argument("--ledger-every", type=int, default=5)
     parser.add_argument(

@@ -84,7 +84,7 @@ def tried(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> dict[str, d
         )
         for method, rate in pairs
     }
-    settings = common(args) | {"eval.every": args.steps, "eval.prompts": args.tune_prompts}
+    settings = common(args) | {"eval.every": args.updates, "eval.prompts": args.tune_prompts}
     evals = run_all(
         args.recipe,
         list(cases.values()),
@@ -132,7 +132,7 @@ def finals(args: argparse.Namespace, rates: dict[str, str]) -> list[dict[str, An
             "method": method,
             "seed": seed,
             "rate": float(rates[method]),
-            "step": row["step"],
+            "batch": row["batch"],
             "accuracy": float(np.mean(row["reward_PK"][args.tune_prompts :])),
             **{name: metrics_at_end(args.runs / case.name, key) for name, key in AT_END.items()},
             **closed(args.runs / case.name),
@@ -146,22 +146,22 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in args.set)
     }
-    return {"num_steps": args.steps, "device": args.device, **given}
+    return {"num_batches": args.updates, "device": args.device, **given}
 
 
 def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) -> dict[str, Any]:
     """Final accuracy, its mean over training, and the difference against the baseline; of seeds
     that every method has finished.
     """
-    last = max(row["step"] for row in rows)
+    last = max(row["batch"] for row in rows)
     by_method = {method: [row for row in rows if row["method"] == method] for method in rates}
     seeds = sorted(
         set.intersection(
-            *({row["seed"] for row in own if row["step"] == last} for own in by_method.values())
+            *({row["seed"] for row in own if row["batch"] == last} for own in by_method.values())
         )
     )
     end = {
-        m: {row["seed"]: row for row in own if row["step"] == last} for m, own in by_method.items()
+        m: {row["seed"]: row for row in own if row["batch"] == last} for m, own in by_method.items()
     }
     final = {
         method: np.array([end[method][seed]["accuracy"] for seed in seeds]) for method in rates
@@ -180,7 +180,7 @@ def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) ->
     out: dict[str, Any] = {}
     for method, own in by_method.items():
         curve = [
-            [row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0]
+            [row["accuracy"] for row in own if row["seed"] == seed and row["batch"] > 0]
             for seed in seeds
         ]
         out[method] = {
@@ -188,7 +188,7 @@ def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) ->
             "seeds": seeds,
             "start": float(
                 np.mean(
-                    [row["accuracy"] for row in own if row["step"] == 0 and row["seed"] in seeds]
+                    [row["accuracy"] for row in own if row["batch"] == 0 and row["seed"] in seeds]
                 )
             ),
             "final_S": final[method].tolist(),
@@ -279,7 +279,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tune-seed", type=int, default=0)
     parser.add_argument("--tune-prompts", type=int, default=400)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--steps", type=int, default=25, help="rollout batches of a run")
+    parser.add_argument("--steps", type=int, default=25, help="batches of a run")
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument(
         "--prompts",

@@ -1,10 +1,10 @@
-"""E5 of docs/claims.md: do whole prompts and balanced signs in an optimizer step improve training?
+"""E5 of docs/claims.md: do whole prompts and balanced signs in an update improve training?
 The bundled model, several seeds a plan.
 
     python benchmarks/run_plans.py --seeds 5 --jobs 15 --out benchmarks/results/claims_plans
 
 Runs of one seed see the same prompts and start from the same weights; they differ by the plan
-alone. ``final`` is held-out accuracy after the last rollout batch, ``mean`` the average over all
+alone. ``final`` is held-out accuracy after the last batch, ``mean`` the average over all
 evaluations after the first (who learns sooner). Differences are against shuffled rows, seed by
 seed, with 95% bootstrap intervals over seeds. Runs that are there are not made again."""
 
@@ -30,12 +30,12 @@ def main() -> None:
         for seed in range(args.seeds)
         for plan in PLANS
     }
-    settings = {"num_steps": args.steps, "eval.every": args.eval_every, "device": "cpu"}
+    settings = {"num_batches": args.updates, "eval.every": args.eval_every, "device": "cpu"}
     evals = run_all(
         "recipes/demo.yaml", list(cases.values()), args.runs, jobs=args.jobs, settings=settings
     )
     rows = [
-        {"plan": plan, "seed": seed, "step": row["step"], "accuracy": row["eval/accuracy"]}
+        {"plan": plan, "seed": seed, "batch": row["batch"], "accuracy": row["eval/accuracy"]}
         for (plan, seed), case in cases.items()
         for row in evals.get(case.name, [])
     ]
@@ -52,7 +52,7 @@ def main() -> None:
 
 def numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Final and mean accuracy of each plan, and their differences against shuffled rows."""
-    last = max(row["step"] for row in rows)
+    last = max(row["batch"] for row in rows)
     out: dict[str, Any] = {}
     scores = {name: by_seed(rows, name, last) for name in PLANS}
     for plan, found in scores.items():
@@ -70,10 +70,10 @@ def by_seed(rows: list[dict[str, Any]], plan: str, last: int) -> dict[str, list[
     own = [row for row in rows if row["plan"] == plan]
     seeds = sorted({row["seed"] for row in own})
     later = {
-        seed: [row["accuracy"] for row in own if row["seed"] == seed and row["step"] > 0]
+        seed: [row["accuracy"] for row in own if row["seed"] == seed and row["batch"] > 0]
         for seed in seeds
     }
-    final = {row["seed"]: row["accuracy"] for row in own if row["step"] == last}
+    final = {row["seed"]: row["accuracy"] for row in own if row["batch"] == last}
     return {
         "final": [final[seed] for seed in seeds],
         "mean": [float(np.mean(later[seed])) for seed in seeds],

@@ -24,7 +24,7 @@ TASK = Arithmetic()
 SETTINGS = {
     "output_dir": "runs/trl_delta",
     "method": "delta",
-    "plan": "query_preserved",  # all rollouts of a prompt meet in one optimizer step
+    "plan": "query_preserved",  # all rollouts of a prompt meet in one update
     "ledger_every": 10,
     "num_generations": 8,
     "per_device_train_batch_size": 64,

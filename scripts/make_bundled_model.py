@@ -182,13 +182,15 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+    warmup = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda batch_number: min(1.0, (batch_number + 1) / 100)
+    )
     pairs = demonstrations(args.seed, 0)
     checks = list(
         itertools.islice(arithmetic.Arithmetic().prompts("train", seed=args.seed + 1), 512)
     )
     began = time.time()
-    for step in range(1, args.max_steps + 1):
+    for batch_number in range(1, args.max_steps + 1):
         loss = model(
             **supervised_batch(tokenizer, list(itertools.islice(pairs, args.batch_size)))
         ).loss
@@ -197,10 +199,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         warmup.step()
-        if step >= args.first_check and step % args.check_every == 0:
+        if batch_number >= args.first_check and batch_number % args.check_every == 0:
             solved_frac = num_solved(model, tokenizer, checks) / len(checks)
             print(
-                f"step {step}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s",
+                f"batch {batch_number}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s",
                 flush=True,
             )
             if args.target <= solved_frac <= args.target + 0.06:

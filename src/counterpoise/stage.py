@@ -16,7 +16,7 @@ from counterpoise.errors import nearest
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
-OFFERS = frozenset({"reduce", "generator", "num_steps", "max_length"})
+OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length"})
 
 Stage = Callable[..., Any]
 

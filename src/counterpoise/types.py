@@ -9,9 +9,9 @@ Words, never mixed
     advantage  one signed number a rollout
     weight     one number >= 0 a token: how a rollout's advantage is spread
     credit     one signed number a token: what the loss gets
-    scale      one number a token: the reduction (1/denominator), known for the whole optimizer step
+    scale      one number a token: the reduction (1/denominator), known for the whole update
     coef       minus the derivative of a token's loss by its own log-prob
-    plan       which rollouts share an optimizer step
+    plan       which rollouts share an update
 
 Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``.
 """
@@ -38,9 +38,7 @@ class Prompt(NamedTuple):
 # column of a TokenBatch -> how a caller measures it; the keys are the optional columns
 COLUMNS = {
     "entropy_NT": "the entropy of the sampling distribution at each response token",
-    "trainer_logp_NT": (
-        "score the rollouts with the model being trained, before the first optimizer step"
-    ),
+    "trainer_logp_NT": ("score the rollouts with the model being trained, before the first update"),
     "ref_logp_NT": "score the rollouts with the frozen reference model",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
@@ -180,25 +178,25 @@ class Credit(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Rows of each optimizer step, in order, and how they came about.
+    """Rows of each update, in order, and how they came about.
 
-    ``manifest`` is JSON: the plan's name and parameters, the seed, rows and groups of each step,
+    ``manifest`` is JSON: the plan's name and parameters, the seed, rows and groups of each update,
     rows left out."""
 
-    steps: tuple[Tensor, ...]
+    updates: tuple[Tensor, ...]
     manifest: dict[str, Any]
 
     def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return iter(self.steps)
+        return iter(self.updates)
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.updates)
 
 
 class Rows(NamedTuple):
-    """The columns a loss reads, for the rollouts of one optimizer step or of any cut of it.
+    """The columns a loss reads, for the rollouts of one update or of any cut of it.
 
-    ``scale_NT`` and ``step_NT`` are computed for the whole step before it is cut, so that no cut
+    ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no cut
     changes a gradient."""
 
     row_R: Tensor
@@ -210,7 +208,7 @@ class Rows(NamedTuple):
     sampler_logp_NT: Tensor
     scale_NT: Tensor
     ref_logp_NT: Tensor | None = None
-    step_NT: Tensor | None = None
+    update_NT: Tensor | None = None
 
     def select(self, pick_R: Tensor) -> Rows:
         """A cut of these rows; ``pick_R`` indexes into them."""

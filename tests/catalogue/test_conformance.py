@@ -236,21 +236,21 @@ def test_reduction_laws(name):
 
 
 @pytest.mark.parametrize("name", table.PLANS)
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_plan_laws(name, num_steps):
+@pytest.mark.parametrize("num_updates", [1, 2, 3])
+def test_plan_laws(name, num_updates):
     batch, law = make_batch(), table.PLANS[name]
     method = cp.method("grpo", plan={"name": name, **law.params})
-    plan = method.plan(batch, num_steps=num_steps, seed=5)
+    plan = method.plan(batch, num_updates=num_updates, seed=5)
     rows = torch.cat(list(plan)).tolist()
-    assert len(plan) == num_steps
-    assert len(set(rows)) == len(rows), "a rollout is in two steps"
+    assert len(plan) == num_updates
+    assert len(set(rows)) == len(rows), "a rollout is in two batches"
     assert (
         sorted(rows) + sorted(plan.manifest["left_out"])
         if not law.covers
         else sorted(rows) == list(range(16))
     )
     assert sorted(rows + plan.manifest["left_out"]) == list(range(16))
-    again = method.plan(batch, num_steps=num_steps, seed=5)
+    again = method.plan(batch, num_updates=num_updates, seed=5)
     assert all(torch.equal(a, b) for a, b in zip(plan, again))
     json.dumps(plan.manifest)
     if law.whole_prompts:
@@ -271,7 +271,7 @@ def test_controller_laws(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_round_trips_and_is_cut_without_a_trace(name):
-    """describe -> method gives the same credit; padding changes nothing; any cut of a step into
+    """describe -> method gives the same credit; padding changes nothing; any cut of a batch into
     micro-batches gives the same gradient.
     """
     batch, method = make_batch(), cp.method(name)
@@ -280,28 +280,36 @@ def test_preset_round_trips_and_is_cut_without_a_trace(name):
     torch.testing.assert_close(again.credit_NT, out.credit_NT, rtol=0, atol=0)
     assert (out.credit_NT != 0).any()
     assert torch.all(out.weight_NT[~batch.mask_NT] == 0)
-    step = method.plan(batch, num_steps=2, seed=1).steps[0]
+    batch_number = method.plan(batch, num_updates=2, seed=1).updates[0]
     if not table.PRESETS[name]:
         wide = method.assign(widened(batch))
         torch.testing.assert_close(
             wide.credit_NT[:, : out.credit_NT.shape[1]], out.credit_NT, rtol=0, atol=1e-12
         )
-    whole = gradient(method, batch, out, step, None)
+    whole = gradient(method, batch, out, batch_number, None)
     assert whole.abs().sum() > 0
-    torch.testing.assert_close(gradient(method, batch, out, step, 7), whole, rtol=0, atol=1e-13)
-    torch.testing.assert_close(gradient(method, batch, out, step, 20), whole, rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        gradient(method, batch, out, batch_number, 7), whole, rtol=0, atol=1e-13
+    )
+    torch.testing.assert_close(
+        gradient(method, batch, out, batch_number, 20), whole, rtol=0, atol=1e-13
+    )
 
 
 def gradient(
-    method: cp.Method, batch: cp.TokenBatch, out: cp.Credit, step: torch.Tensor, budget: int | None
+    method: cp.Method,
+    batch: cp.TokenBatch,
+    out: cp.Credit,
+    batch_number: torch.Tensor,
+    budget: int | None,
 ) -> torch.Tensor:
-    """Gradient of the step's total by the log-probs of all its rows, cut into micro-batches of a
+    """Gradient of the batch's total by the log-probs of all its rows, cut into micro-batches of a
     token budget.
     """
-    rows = method.rows(batch, out, step)
-    logp_NT = batch.trainer_logp_NT[step].clone().requires_grad_()
+    rows = method.rows(batch, out, batch_number)
+    logp_NT = batch.trainer_logp_NT[batch_number].clone().requires_grad_()
     rows = method.prepare(logp_NT, rows)
-    (cuts,) = shard(torch.arange(len(step)), rows.mask_NT.sum(1), token_budget=budget)
+    (cuts,) = shard(torch.arange(len(batch_number)), rows.mask_NT.sum(1), token_budget=budget)
     for pick in cuts:
         micro = rows.select(pick)
         (method.loss(logp_NT[pick], micro).loss_NT * micro.scale_NT).sum().backward()

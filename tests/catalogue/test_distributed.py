@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,9 +146,9 @@ def _run(case, rows, reduce):
     """Credit, scale, state and metrics of two batches in a row, for the given rollouts."""
     _, preset, axes = case
     method, state, out = cp.method(preset, **axes), None, []
-    for step in range(2):
-        part = _share(_batch(step), rows)
-        credit = method.assign(part, state, reduce=reduce, seed=7, step=step)
+    for batch_number in range(2):
+        part = _share(_batch(batch_number), rows)
+        credit = method.assign(part, state, reduce=reduce, seed=7, batch_number=batch_number)
         scale_NT = method.rows(part, credit, torch.arange(len(rows)), reduce=reduce).scale_NT
         state = credit.state
         out.append(
@@ -191,7 +192,7 @@ def ranks(tmp_path_factory):
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(folder / "store"), str(out)],
-            cwd=Path(__file__).parents[1],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -212,9 +213,9 @@ def ranks(tmp_path_factory):
 def test_two_ranks_equal_one_process(ranks, name):
     case = _cases()[name]
     whole = _run(case, range(len(LENGTHS)), LOCAL)
-    for step, expected in enumerate(whole):
+    for batch_number, expected in enumerate(whole):
         for rank, rows in enumerate(SPLITS[case[0]]):
-            actual = ranks[rank][name][step]
+            actual = ranks[rank][name][batch_number]
             for key in ("credit", "scale"):
                 for row_T, row in zip(actual[key], rows):
                     torch.testing.assert_close(

@@ -209,8 +209,8 @@ def test_core_imports_torch_alone():
             r"rollouts \[1\] have no response token",
         ),
         (lambda: cp.TokenBatch.from_lists([], group=[], reward=[], sampler_logp=[]), "no rollouts"),
-        (lambda: cp.method("grpo").plan(batch(), num_steps=0), "num_steps must be at least 1"),
-        (lambda: cp.method("dfpo_min").plan(batch(), num_steps=3), "at least 3 prompts, got 2"),
+        (lambda: cp.method("grpo").plan(batch(), num_updates=0), "num_updates must be at least 1"),
+        (lambda: cp.method("dfpo_min").plan(batch(), num_updates=3), "at least 3 prompts, got 2"),
     ],
 )
 def test_mistakes_get_a_message_that_helps(call, message):

@@ -204,7 +204,7 @@ def test_sequence_level_with_credit_by_token_differs_on_purpose():
 
 
 def test_micro_batches_of_a_step():
-    """dapo, grpo and dr_grpo accumulate to our step; bnpo divides each micro-batch by its own
+    """dapo, grpo and dr_grpo accumulate to our batch; bnpo divides each micro-batch by its own
     tokens, and a cut changes its gradient.
     """
     logp_NT, rows = random_rows(seed=7)

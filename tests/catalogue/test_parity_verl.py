@@ -9,7 +9,7 @@ vanilla              clipped (dual_clip)              token-mean                
 gspo                 sequence_ratio                   seq-mean-token-mean       per_sequence
 sapo                 soft_gate, per_sequence          seq-mean-token-sum        constant_length(length=1)
 gpg                  reinforce                        seq-mean-token-sum-norm   constant_length
-cispo                detached_ratio                   token-sum                 none: a sum that grows with the step
+cispo                detached_ratio                   token-sum                 none: a sum that grows with the batch
 geo_mean             geometric, per_sequence
 clip_cov, kl_cov     clip_cov, kl_cov                 advantage: grpo -> group_zscore or group_mean, rloo -> leave_one_out,
 dppo_*, dro          none                             reinforce_plus_plus(_baseline) -> see the tests; gae, remax, opo, otb, gdpo, passk: none
@@ -168,11 +168,11 @@ def test_kl_cov():
 
 def test_kl_cov_of_a_cut_step_differs_on_purpose():
     """verl chooses in each micro-batch, so that another cut chooses other tokens; here the choice
-    is the step's.
+    is the batch's.
     """
     logp_NT, rows = random_rows(seed=5, n=40, width=20)
     loss = kl_cov(fraction=0.05, coef=0.7)
-    ready = rows._replace(step_NT=kl_cov.prepare(logp_NT, rows, fraction=0.05))
+    ready = rows._replace(update_NT=kl_cov.prepare(logp_NT, rows, fraction=0.05))
     whole, cuts = loss(logp_NT, ready).coef_NT, torch.arange(40).split(8)
     assert torch.equal(
         torch.cat([loss(logp_NT[cut], ready.select(cut)).coef_NT for cut in cuts]), whole

@@ -119,9 +119,9 @@ def test_register_every_other_axis():
         """scale 1"""
         return mask_NT.to(credit_NT.dtype)
 
-    def reversed_rows(group_N, reward_N, length_N, *, num_steps):
+    def reversed_rows(group_N, reward_N, length_N, *, num_updates):
         """last row first"""
-        return list(torch.arange(len(group_N)).flip(0).tensor_split(num_steps))
+        return list(torch.arange(len(group_N)).flip(0).tensor_split(num_updates))
 
     @cp.token_loss
     def squared(trainer_logp_NT, rows):
@@ -155,9 +155,11 @@ def test_register_every_other_axis():
     out = method.assign(batch())
     assert out.advantage_N.tolist() == [0.5, 0.0]
     assert out.state["controller"] == {"n": 1}
-    (step,) = method.plan(batch(), num_steps=1)
-    assert step.tolist() == [1, 0]
-    loss = method.loss(torch.tensor([[-4.0, 0.0], [-1.0, -2.0]]), method.rows(batch(), out, step))
+    (batch_number,) = method.plan(batch(), num_updates=1)
+    assert batch_number.tolist() == [1, 0]
+    loss = method.loss(
+        torch.tensor([[-4.0, 0.0], [-1.0, -2.0]]), method.rows(batch(), out, batch_number)
+    )
     assert loss.coef_NT.tolist() == [[0.0, 0.0], [0.5, 1.0]]
 
 

@@ -233,17 +233,17 @@ def test_nemo_rl(module):
 
 
 class TinkerClient:
-    """Keeps the data and the gradient of every step; the log-probs of the model that is trained are
+    """Keeps the data and the gradient of every batch; the log-probs of the model that is trained are
     given.
     """
 
     def __init__(self, logprobs_of):
-        self.logprobs_of, self.steps, self.rates = logprobs_of, [], []
+        self.logprobs_of, self.updates, self.rates = logprobs_of, [], []
 
     def forward_backward_custom(self, data, loss):
         logprobs = [self.logprobs_of(datum).requires_grad_() for datum in data]
         total, metrics = loss(data, logprobs)
-        self.steps.append((data, torch.autograd.grad(total, logprobs), metrics))
+        self.updates.append((data, torch.autograd.grad(total, logprobs), metrics))
         return SimpleNamespace(result=lambda: None)
 
     def optim_step(self, params):
@@ -264,14 +264,14 @@ def test_tinker(module):
     page["train"](
         client,
         [(PROMPT[row[2]], row[0], row[1], row[2], row[3]) for row in ROLLOUTS],
-        num_steps=2,
+        num_updates=2,
         lr=1e-5,
     )
     assert client.rates == [1e-5, 1e-5]
     method, batch = cp.method("dfpo_min", plan="query_preserved"), batch_of(ROLLOUTS)
-    credit, plan = method.assign(batch), method.plan(batch, num_steps=2)
+    credit, plan = method.assign(batch), method.plan(batch, num_updates=2)
     assert sorted(len(set(batch.group_N[row_R].tolist())) for row_R in plan) == [1, 1]
-    for row_R, (data, grads, _) in zip(plan, client.steps, strict=True):
+    for row_R, (data, grads, _) in zip(plan, client.updates, strict=True):
         rows = method.rows(batch, credit, row_R)
         logp_NT = (-0.05 * batch.token_ids_NT[row_R].float()).requires_grad_()
         out = method.loss(logp_NT, method.prepare(logp_NT, rows))

@@ -28,7 +28,7 @@ from counterpoise.sampling.kernels import triton_draw as kernels_draw
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import autocast, collect
 from counterpoise.trainer.config import parse_config
-from counterpoise.trainer.update import prepare_update, take_step
+from counterpoise.trainer.update import apply_update, prepare_update
 from helpers.tiny_models import tiny
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
@@ -218,7 +218,7 @@ def test_options_of_the_update_change_no_gradient(options):
         collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
         rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
         before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-        take_step(
+        apply_update(
             model, torch.optim.SGD(model.parameters(), lr=1.0), method, rows, collected, config
         )
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - before)

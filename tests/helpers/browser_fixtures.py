@@ -20,7 +20,7 @@ from helpers.make_run import HOSTILE, make_run
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-SETTINGS = {"num_steps": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
+SETTINGS = {"num_batches": 4, "prompts": 3, "group_size": 6, "ledger_every": 2, "eval_every": 2}
 PATIENCE_MS = 180_000
 WATCH = (
     "window.refused = []; document.addEventListener('securitypolicyviolation', (e) =>"

@@ -30,12 +30,12 @@ class Loss(NamedTuple):
 
 class Reduction(NamedTuple):
     params: dict[str, Any] = {}
-    total: float | None = None  # sum of the scale column over a step
+    total: float | None = None  # sum of the scale column over a batch
 
 
 class PlanRow(NamedTuple):
     params: dict[str, Any] = {}
-    covers: bool = True  # every row is in a step
+    covers: bool = True  # every row is in a batch
     whole_prompts: bool = False
 
 

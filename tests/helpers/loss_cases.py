@@ -1,4 +1,4 @@
-"""Steps to try losses on, and what is measured on them."""
+"""Updates to try losses on, and what is measured on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INF = math.inf
 
 
 def rows_of(batch, credit_NT=None, advantage_N=None) -> Rows:
-    """A step of all rollouts of a batch, constant-length scale."""
+    """A batch of all rollouts of a batch, constant-length scale."""
     if advantage_N is None:
         advantage_N = group_mean(batch.reward_N, batch.group_N)
     credit_NT = (
@@ -36,7 +36,7 @@ def rows_of(batch, credit_NT=None, advantage_N=None) -> Rows:
 def random_rows(
     seed=0, n=6, width=5, spread=0.5, num_groups=2, uniform=False
 ) -> tuple[torch.Tensor, Rows]:
-    """Trainer log-probs and a step in float64: ragged lengths, credit of both signs with zeros in
+    """Trainer log-probs and a batch in float64: ragged lengths, credit of both signs with zeros in
     it (or advantage * mask).
     """
     gen = torch.Generator().manual_seed(seed)

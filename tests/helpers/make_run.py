@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from counterpoise.run.files import append_json, step_file, write_json, write_table, write_text
+from counterpoise.run.files import append_json, batch_file, write_json, write_table, write_text
 from counterpoise.run.schema import SCHEMA_VERSION
 
 # each sets window.pwned if a page runs it, or breaks a terminal or a layout if it is printed as it
@@ -40,7 +40,7 @@ def make_run(
     *,
     method: str = "delta",
     seed: int = 0,
-    num_steps: int = 20,
+    num_batches: int = 20,
     prompts: int = 6,
     group_size: int = 8,
     ledger_every: int = 5,
@@ -56,7 +56,7 @@ def make_run(
     rng = np.random.default_rng((seed, len(method), 7))
     path.mkdir(parents=True, exist_ok=True)
     config = _config(
-        method, seed, num_steps, prompts, group_size, ledger_every, eval_every, lr, str(path)
+        method, seed, num_batches, prompts, group_size, ledger_every, eval_every, lr, str(path)
     )
     write_text(
         path / "config.yaml",
@@ -64,31 +64,33 @@ def make_run(
     )
     write_json(path / "manifest.json", _manifest(method, seed, hostile))
     difficulty_P = np.random.default_rng(5).uniform(-1.5, 1.5, 120)
-    _write_eval(path, 0, _solve_rate(0, num_steps, gain), difficulty_P, rng)
+    _write_eval(path, 0, _solve_rate(0, num_batches, gain), difficulty_P, rng)
     tax = 0.0
-    for step in range(num_steps):
-        skill = _solve_rate(step, num_steps, gain)
-        rollouts = _rollouts(step, prompts, group_size, skill, rng, hostile)
+    for batch in range(num_batches):
+        skill = _solve_rate(batch, num_batches, gain)
+        rollouts = _rollouts(batch, prompts, group_size, skill, rng, hostile)
         plan = _plan(rollouts, rng, method)
-        write_table(step_file(path, "rollouts", step, ".parquet"), _rollout_columns(step, rollouts))
-        write_json(step_file(path, "plan", step, ".json"), plan)
-        metrics = _metrics(step, rollouts, plan, rng)
-        if ledger_every and step % ledger_every == 0:
-            tokens = _tokens(step, rollouts, plan, rng)
+        write_table(
+            batch_file(path, "rollouts", batch, ".parquet"), _rollout_columns(batch, rollouts)
+        )
+        write_json(batch_file(path, "plan", batch, ".json"), plan)
+        metrics = _metrics(batch, rollouts, plan, rng)
+        if ledger_every and batch % ledger_every == 0:
+            tokens = _tokens(batch, rollouts, plan, rng)
             if hostile:
                 tokens |= dict.fromkeys(
                     (HOSTILE[1], f"part_sign_{HOSTILE[0]}"), tokens["delta"]
                 )  # names of columns are text as well
-            write_table(step_file(path, "tokens", step, ".parquet"), tokens)
+            write_table(batch_file(path, "tokens", batch, ".parquet"), tokens)
             tax += 1e-4 * (1 + rng.random())
             metrics |= _ledger_metrics(tokens, tax, rng)
-        if eval_every and (step + 1) % eval_every == 0:
+        if eval_every and (batch + 1) % eval_every == 0:
             metrics |= _write_eval(
-                path, step + 1, _solve_rate(step + 1, num_steps, gain), difficulty_P, rng
+                path, batch + 1, _solve_rate(batch + 1, num_batches, gain), difficulty_P, rng
             )
         append_json(
             path / "timing.jsonl",
-            {"step": step, "sample_s": 1.2, "update_s": 0.8, "sample_tokens_per_s": 9000.0},
+            {"batch": batch, "sample_s": 1.2, "update_s": 0.8, "sample_tokens_per_s": 9000.0},
         )
         append_json(path / "metrics.jsonl", metrics)
     return path
@@ -97,7 +99,7 @@ def make_run(
 def make_wide_step(
     path: Path, *, rollouts: int = 512, length: int = 1000, groups: int = 64, seed: int = 0
 ) -> Path:
-    """A run with one step of ``rollouts`` x ``length`` tokens: what the viewer must stay fluid
+    """A run with one batch of ``rollouts`` x ``length`` tokens: what the viewer must stay fluid
     with.
     """
     rng = np.random.default_rng(seed)
@@ -136,11 +138,11 @@ def make_wide_step(
             _config("delta", seed, 1, groups, rollouts // groups, 1, 0, 3e-5, str(path))
         ),
     )
-    append_json(path / "metrics.jsonl", {"step": 0, "reward/mean": 0.5})
+    append_json(path / "metrics.jsonl", {"batch": 0, "reward/mean": 0.5})
     write_table(
-        step_file(path, "tokens", 0, ".parquet"),
+        batch_file(path, "tokens", 0, ".parquet"),
         {
-            "step": np.zeros(n, np.int64),
+            "batch": np.zeros(n, np.int64),
             "group": group,
             "rollout": np.repeat(np.arange(rollouts), length),
             "position": np.tile(np.arange(length), rollouts),
@@ -170,7 +172,7 @@ def make_wide_step(
 def _config(
     method: str,
     seed: int,
-    num_steps: int,
+    num_batches: int,
     prompts: int,
     group_size: int,
     ledger: int,
@@ -184,14 +186,14 @@ def _config(
         "model": "bundled",
         "task": {"name": "arithmetic"},
         "method": {"name": method},
-        "num_steps": num_steps,
+        "num_batches": num_batches,
         "rollouts": {
             "prompts": prompts,
             "group_size": group_size,
             "max_new_tokens": 96,
             "temperature": 1.0,
         },
-        "optimizer": {"lr": lr, "steps_per_batch": 4, "clip_norm": 1.0},
+        "optimizer": {"lr": lr, "updates_per_batch": 4, "clip_norm": 1.0},
         "eval": {"every": evals, "prompts": 120},
         "ledger": {"every": ledger, "decompose": ["sign"]},
         "trackers": ["tensorboard"],
@@ -224,12 +226,12 @@ def _manifest(method: str, seed: int, hostile: bool) -> dict[str, Any]:
     }
 
 
-def _solve_rate(step: int, num_steps: int, gain: float) -> float:
-    return 0.35 + 0.35 * gain * (1 - math.exp(-3 * step / max(1, num_steps)))
+def _solve_rate(batch: int, num_batches: int, gain: float) -> float:
+    return 0.35 + 0.35 * gain * (1 - math.exp(-3 * batch / max(1, num_batches)))
 
 
 def _write_eval(
-    path: Path, step: int, skill: float, difficulty_P: np.ndarray, rng: np.random.Generator
+    path: Path, batch: int, skill: float, difficulty_P: np.ndarray, rng: np.random.Generator
 ) -> dict[str, float]:
     solved_P = 1 / (1 + np.exp(-(math.log(skill / (1 - skill)) - difficulty_P)))
     reward_P = (rng.random(len(difficulty_P)) < solved_P).astype(float)
@@ -241,13 +243,13 @@ def _write_eval(
         "eval/length": 40.0,
     }
     append_json(
-        path / "evals.jsonl", {"step": step, **row, "reward_PK": reward_P[:, None].tolist()}
+        path / "evals.jsonl", {"batch": batch, **row, "reward_PK": reward_P[:, None].tolist()}
     )
     return row
 
 
 def _rollouts(
-    step: int, prompts: int, group_size: int, skill: float, rng: np.random.Generator, hostile: bool
+    batch: int, prompts: int, group_size: int, skill: float, rng: np.random.Generator, hostile: bool
 ) -> list[dict[str, Any]]:
     out = []
     for group in range(prompts):
@@ -265,7 +267,7 @@ def _rollouts(
                 "rollout": len(out),
                 "answer": " ".join(HOSTILE) if hostile else str(sum(terms)),
             }
-            row |= {"prompt_id": " ".join(HOSTILE) if hostile else f"add-{step}-{group}"}
+            row |= {"prompt_id": " ".join(HOSTILE) if hostile else f"add-{batch}-{group}"}
             row["advantage"] = (
                 0.0 if spread == 0 else float((reward - reward_G.mean()) / (spread + 1e-6))
             )
@@ -310,7 +312,7 @@ def _token_id(text: str) -> int:
     return sum((k + 1) * ord(c) for k, c in enumerate(text)) % 50021
 
 
-def _rollout_columns(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _rollout_columns(batch: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     names = (
         "rollout",
         "group",
@@ -323,7 +325,7 @@ def _rollout_columns(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "stop_reason",
     )
     return {
-        "step": [step] * len(rows),
+        "batch": [batch] * len(rows),
         **{name: [row[name] for row in rows] for name in names},
         "prompt_ids": [[ord(c) % 50021 for c in row["prompt"]] for row in rows],
         "token_ids": [[_token_id(t) for t in row["texts"]] for row in rows],
@@ -338,12 +340,12 @@ def _rollout_columns(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _plan(rows: list[dict[str, Any]], rng: np.random.Generator, method: str) -> dict[str, Any]:
     group_N = np.array([row["group"] for row in rows])
     order = np.argsort(group_N, kind="stable") if method == "delta" else rng.permutation(len(rows))
-    steps = [part.tolist() for part in np.array_split(order, 4)]
+    batches = [part.tolist() for part in np.array_split(order, 4)]
     return {
         "schema_version": SCHEMA_VERSION,
         "num_rows": len(rows),
-        "rows": steps,
-        "groups": [sorted(set(group_N[part].tolist())) for part in steps],
+        "rows": batches,
+        "groups": [sorted(set(group_N[part].tolist())) for part in batches],
         "left_out": [],
         "plan": {"name": "query_preserved" if method == "delta" else "random_rows"},
         "seed": 0,
@@ -351,7 +353,7 @@ def _plan(rows: list[dict[str, Any]], rng: np.random.Generator, method: str) -> 
 
 
 def _metrics(
-    step: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator
+    batch: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, Any]:
     reward_N, length_N = (
         np.array([r["reward"] for r in rows]),
@@ -359,7 +361,7 @@ def _metrics(
     )
     share = [float(reward_N[part].mean()) for part in plan["rows"] if part]
     return {
-        "step": step,
+        "batch": batch,
         "reward/mean": float(reward_N.mean()),
         "reward/constant_group_frac": 0.1,
         "rollouts/length": float(length_N.mean()),
@@ -378,7 +380,7 @@ def _metrics(
 
 
 def _tokens(
-    step: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator
+    batch: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, Any]:
     """The ledger's rows: a first-order world in which tokens push identical tokens of their group."""
     step_of_row = {row: k for k, part in enumerate(plan["rows"]) for row in part}
@@ -408,8 +410,8 @@ def _tokens(
             up, down = max(own + others, 0) + 1e-3 * rng.random(), 0.0
             down = own + others - up
             for name, value in {
-                "step": step,
-                "optimizer_step": step_of_row[row["rollout"]],
+                "batch": batch,
+                "update": step_of_row[row["rollout"]],
                 "group": row["group"],
                 "rollout": row["rollout"],
                 "position": t,

@@ -1,4 +1,4 @@
-"""A small real run with checkpoints, rollouts and ledger of every step, for tests of what probes
+"""A small real run with checkpoints, rollouts and ledger of every batch, for tests of what probes
 it.
 """
 
@@ -26,8 +26,8 @@ class Coin(Arithmetic):
         return float(zlib.crc32(text.encode()) & 1)
 
 
-def small_run(path: Path, *, num_steps: int = 2, ledger_every: int = 1) -> Path:
-    """Two prompts of six rollouts a batch, two optimizer steps a batch, the bundled model."""
+def small_run(path: Path, *, num_batches: int = 2, ledger_every: int = 1) -> Path:
+    """Two prompts of six rollouts a batch, two updates a batch, the bundled model."""
     config = {
         "seed": 0,
         "run_dir": str(path),
@@ -35,9 +35,9 @@ def small_run(path: Path, *, num_steps: int = 2, ledger_every: int = 1) -> Path:
         "device": "cpu",
         "task": {"name": "probe_run:Coin"},
         "method": {"name": "dapo", "plan": "query_preserved"},
-        "num_steps": num_steps,
+        "num_batches": num_batches,
         "rollouts": {"prompts": 2, "group_size": 6, "max_new_tokens": 96},
-        "optimizer": {"lr": 2e-5, "steps_per_batch": 2, "clip_norm": None},
+        "optimizer": {"lr": 2e-5, "updates_per_batch": 2, "clip_norm": None},
         "eval": {"every": 0},
         "ledger": {"every": ledger_every, "decompose": ["sign"]},
         "keep_every": 1,

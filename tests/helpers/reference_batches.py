@@ -44,16 +44,16 @@ def side_means(lengths, credit, advantages):
 
 
 def pairs_kept(
-    steps: list[list[int]], groups: list[int], is_positive: list[bool]
+    updates: list[list[int]], groups: list[int], is_positive: list[bool]
 ) -> tuple[int, int]:
     """(pairs that meet, all pairs), by going through every pair of rollouts."""
-    step_of = {row: k for k, step in enumerate(steps) for row in step}
+    batch_of = {row: k for k, batch_number in enumerate(updates) for row in batch_number}
     met, total = 0, 0
     for i in range(len(groups)):
         for j in range(len(groups)):
             if groups[i] == groups[j] and is_positive[i] and not is_positive[j]:
                 total += 1
-                met += i in step_of and j in step_of and step_of[i] == step_of[j]
+                met += i in batch_of and j in batch_of and batch_of[i] == batch_of[j]
     return met, total
 
 

@@ -102,7 +102,7 @@ def kl(after: list[float], before: list[float]) -> float:
 
 
 def rows_of(batch, credit_NT: Tensor, advantage_N: Tensor, scale_NT: Tensor) -> Rows:
-    """All rows of a batch as one optimizer step."""
+    """All rows of a batch as one update."""
     return Rows(
         torch.arange(batch.num_rollouts),
         batch.mask_NT,

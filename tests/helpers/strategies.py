@@ -36,8 +36,10 @@ def ragged_batches(
     flat = draw(st.lists(st.integers(0, vocab - 1), min_size=sum(lengths), max_size=sum(lengths)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
 
-    def grid(steps: int, scale: float) -> list[list[float]]:
-        rows = torch.randint(steps, (len(group), max_length), generator=generator).double() * scale
+    def grid(updates: int, scale: float) -> list[list[float]]:
+        rows = (
+            torch.randint(updates, (len(group), max_length), generator=generator).double() * scale
+        )
         return [row[:n] for row, n in zip(rows.tolist(), lengths)]
 
     ends = torch.tensor(lengths).cumsum(0).tolist()

@@ -74,7 +74,9 @@ def run(name, world):
         credits.append(_by_row(trainer, output))
         take(output)
         plans.append(
-            None if trainer.credit_plan is None else [step.tolist() for step in trainer.credit_plan]
+            None
+            if trainer.credit_plan is None
+            else [batch_number.tolist() for batch_number in trainer.credit_plan]
         )
 
     trainer._take_generation = watched
@@ -95,7 +97,7 @@ def run(name, world):
 
 def _tokens(folder):
     """The first token table, if there is one."""
-    file = folder / "counterpoise" / "tokens" / "step_000000.parquet"
+    file = folder / "counterpoise" / "tokens" / "batch_000000.parquet"
     return pq.read_table(file).to_pydict() if file.is_file() else None
 
 

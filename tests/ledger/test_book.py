@@ -1,4 +1,4 @@
-"""The book of a rollout batch, its table and summary, and the observer in the loop: it sees
+"""The book of a batch, its table and summary, and the observer in the loop: it sees
 everything and changes nothing.
 """
 
@@ -31,9 +31,9 @@ IDS = [[6, 7, 8], [6, 9], [6, 7, 2], [2, 2, 7], [2, 4, 1], [9]]
 REWARD = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
 SMALL = {
     "model": "bundled",
-    "num_steps": 3,
+    "num_batches": 3,
     "rollouts": {"prompts": 3, "group_size": 4, "max_new_tokens": 70},
-    "optimizer": {"lr": 1e-5, "steps_per_batch": 2},
+    "optimizer": {"lr": 1e-5, "updates_per_batch": 2},
     "eval": {"every": 0},
     "checkpoint_every": 1,
     "trackers": [],
@@ -63,7 +63,7 @@ def vowels(texts) -> list[str]:
 
 
 class Booked:
-    """Two optimizer steps of dr_grpo on rollouts 0 1 2 and 3 4; rollout 5 is left out by the plan."""
+    """Two updates of dr_grpo on rollouts 0 1 2 and 3 4; rollout 5 is left out by the plan."""
 
     def __init__(self, model, optimizer=None, clip: float = 1.0, axes=("sign", "category")) -> None:
         self.model, self.batch, self.method = model, batch_of(model), cp.method("dr_grpo")
@@ -102,7 +102,7 @@ def booked() -> Booked:
 
 @pytest.fixture(scope="module")
 def table(booked, tmp_path_factory) -> dict[str, list]:
-    path = tmp_path_factory.mktemp("tokens") / "step_000007.parquet"
+    path = tmp_path_factory.mktemp("tokens") / "batch_000007.parquet"
     write_table(path, booked.book.table(7))
     read = pq.read_table(path)
     assert read.schema.metadata[b"counterpoise_schema"] == str(SCHEMA_VERSION).encode()
@@ -112,7 +112,7 @@ def table(booked, tmp_path_factory) -> dict[str, list]:
 def at(table, rollout: int, position: int) -> int:
     return next(
         k
-        for k in range(len(table["step"]))
+        for k in range(len(table["batch"]))
         if (table["rollout"][k], table["position"][k]) == (rollout, position)
     )
 
@@ -128,8 +128,8 @@ def test_one_row_a_token_in_the_order_of_the_schema(booked, table):
     assert table["token_ids"] == [token for ids in IDS for token in ids]
     assert table["text"] == letters(table["token_ids"])
     assert table["category"] == vowels(table["text"])
-    assert set(table["step"]) == {7}
-    assert table["optimizer_step"] == [0] * 8 + [1] * 6 + [None]
+    assert set(table["batch"]) == {7}
+    assert table["update"] == [0] * 8 + [1] * 6 + [None]
     assert table["loss_mask"] == [True] * 14 + [False]
 
 
@@ -208,9 +208,9 @@ def test_nodes_equal_loops(booked, table):
 
 
 def test_the_rest_of_the_first_adamw_step_is_nothing(table):
-    """No momentum yet: the gradient of the step, clip factor included, explains all of it."""
-    first = [k for k in range(15) if table["optimizer_step"][k] == 0]
-    second = [k for k in range(15) if table["optimizer_step"][k] == 1]
+    """No momentum yet: the gradient of the batch, clip factor included, explains all of it."""
+    first = [k for k in range(15) if table["update"][k] == 0]
+    second = [k for k in range(15) if table["update"][k] == 1]
     scale = max(abs(table["predicted"][k]) for k in first)
     assert (
         max(abs(table["part_sign_rest"][k]) for k in first) < 1e-3 * scale
@@ -253,11 +253,11 @@ def test_summary_is_what_the_table_says(booked, table):
         np.abs(frame[f"part_sign_{name}"].astype(float)).sum() for name in ("positive", "negative")
     )
     assert found["part/sign/positive"] == pytest.approx(up / (up + down), rel=1e-4)
-    steps = [frame["optimizer_step"] == k for k in (0, 1)]
+    updates = [frame["update"] == k for k in (0, 1)]
     full = [
-        frame["kl"][frame["is_fully_shared"] & step].astype(float).mean()
-        for step in steps
-        if (frame["is_fully_shared"] & step).any()
+        frame["kl"][frame["is_fully_shared"] & batch_number].astype(float).mean()
+        for batch_number in updates
+        if (frame["is_fully_shared"] & batch_number).any()
     ]
     assert found["tax/shared"] == pytest.approx(np.mean(full))
     assert found["residual/fully_shared"] == pytest.approx(0.0, abs=1e-6)
@@ -353,14 +353,14 @@ def test_every_axis_adds_up():
 def run(tmp_path: Path, name: str, **more) -> Path:
     config = parse_config({**SMALL, "run_dir": str(tmp_path / name), **more})
     return loop.train(
-        config, resume=more.get("num_steps") == 4 and (tmp_path / name).exists()
+        config, resume=more.get("num_batches") == 4 and (tmp_path / name).exists()
     ).run_dir
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    last = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    last = sorted((run_dir / "checkpoints").glob("batch_*"))[-1]
     return load_file(last / "model.safetensors") | load_file(last / "optimizer.safetensors")
 
 
@@ -382,8 +382,8 @@ def test_the_ledger_never_changes_training(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert without_ledger(seen) == without_ledger(unseen)
     assert [path.name for path in sorted((seen / "tokens").iterdir())] == [
-        "step_000000.parquet",
-        "step_000002.parquet",
+        "batch_000000.parquet",
+        "batch_000002.parquet",
     ]
     assert not (unseen / "tokens").exists()
     first, second, third = read_jsonl(seen / "metrics.jsonl")
@@ -403,16 +403,16 @@ def test_the_ledger_never_changes_training(tmp_path):
 
 def test_a_resumed_run_carries_the_ledger_on(tmp_path):
     ledger = {"every": 1, "decompose": ["sign"], "bank": 2}
-    whole = run(tmp_path, "whole", ledger=ledger, num_steps=4)
-    cut = run(tmp_path, "cut", ledger=ledger, num_steps=2)
-    cut = run(tmp_path, "cut", ledger=ledger, num_steps=4)
+    whole = run(tmp_path, "whole", ledger=ledger, num_batches=4)
+    cut = run(tmp_path, "cut", ledger=ledger, num_batches=2)
+    cut = run(tmp_path, "cut", ledger=ledger, num_batches=4)
     assert read_jsonl(cut / "metrics.jsonl") == read_jsonl(whole / "metrics.jsonl")
     tables = [
-        pq.read_table(path / "tokens" / "step_000003.parquet").to_pydict() for path in (whole, cut)
+        pq.read_table(path / "tokens" / "batch_000003.parquet").to_pydict() for path in (whole, cut)
     ]
     assert tables[0] == tables[1]
     state = json.loads(
-        (sorted((cut / "checkpoints").glob("step_*"))[-1] / "state.json").read_text()
+        (sorted((cut / "checkpoints").glob("batch_*"))[-1] / "state.json").read_text()
     )["ledger"]
     assert state["jitter"]["reward"][2] == 2
     assert len(state["bank"]) == 2
@@ -425,7 +425,7 @@ def test_an_empty_bank_is_said_once_and_the_run_goes_on(tmp_path, caplog):
             "hard",
             task={"name": "arithmetic", "difficulty": "hard"},
             ledger={"every": 1, "bank": 2},
-            num_steps=2,
+            num_batches=2,
         )
     said = [
         record.getMessage() for record in caplog.records if "solution bank" in record.getMessage()
@@ -443,7 +443,7 @@ def test_out_of_memory_costs_the_batch_its_account_and_not_the_run(tmp_path, cap
 
     def account(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 3:  # two optimizer steps a batch
+        if len(calls) == 3:  # two updates a batch
             raise torch.OutOfMemoryError("no memory")
         return real(*args, **kwargs)
 
@@ -453,8 +453,8 @@ def test_out_of_memory_costs_the_batch_its_account_and_not_the_run(tmp_path, cap
         seen = run(tmp_path, "seen", ledger={"every": 1, "bank": 0})
     unseen = run(tmp_path, "unseen", ledger={"every": 0})
     assert [path.name for path in sorted((seen / "tokens").iterdir())] == [
-        "step_000000.parquet",
-        "step_000002.parquet",
+        "batch_000000.parquet",
+        "batch_000002.parquet",
     ]
     (said,) = [
         record.getMessage()

@@ -58,7 +58,7 @@ def by_sign() -> dict[str, dict[str, torch.Tensor]]:
 
 
 def stepped(model, optimizer, weight_NT) -> dict[str, torch.Tensor]:
-    """One optimizer step on -sum weight logp; returns the parameters before it."""
+    """One update on -sum weight logp; returns the parameters before it."""
     before = copied(trainable(model))
     (-(weight_NT * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
     optimizer.step()
@@ -84,10 +84,11 @@ def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget, 
         return at(model, moved, lambda m: token_logp(m, PROMPTS, IDS_NT, MASK_NT)).detach()
 
     for c in range(2):
-        step = 1e-4
+        batch_number = 1e-4
         slope_NT = (
-            8 * (logp(c, step) - logp(c, -step)) - (logp(c, 2 * step) - logp(c, -2 * step))
-        ) / (12 * step)  # error of order step^4
+            8 * (logp(c, batch_number) - logp(c, -batch_number))
+            - (logp(c, 2 * batch_number) - logp(c, -2 * batch_number))
+        ) / (12 * batch_number)  # error of order batch^4
         torch.testing.assert_close(change_CNT[c], slope_NT, rtol=1e-6, atol=1e-7)
     assert change_CNT[:, ~MASK_NT].abs().max() == 0
     assert change_CNT[:, MASK_NT].abs().min() > 1e-3
@@ -129,7 +130,7 @@ def test_classes_add_up_and_the_rest_of_sgd_is_nothing():
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1}])
 def test_the_rest_of_adam_is_its_memory(make, options):
-    """dtheta minus what this gradient moved, second moments fixed, is momentum of earlier steps and
+    """dtheta minus what this gradient moved, second moments fixed, is momentum of earlier batches and
     weight decay: computed here by hand.
     """
     model = clean_gpt2()
@@ -165,7 +166,7 @@ def test_the_rest_of_adam_is_its_memory(make, options):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_response_of_sgd_with_nesterov(momentum):
-    """The first step of Nesterov's SGD from rest moves by lr (1 + momentum) g: nothing is left
+    """The first batch of Nesterov's SGD from rest moves by lr (1 + momentum) g: nothing is left
     over.
     """
     model = clean_gpt2()
@@ -192,10 +193,10 @@ def test_own_and_coupling_equal_all_inner_products():
     optimizer = torch.optim.SGD(model.parameters(), lr=eta)
     gradient = token_gradients(model, PROMPTS, IDS_NT, MASK_NT)
     before = stepped(model, optimizer, weights())
-    step = response(optimizer, dict(model.named_parameters()))
+    batch_number = response(optimizer, dict(model.named_parameters()))
     logprobs = of_model(model, texts())
-    found = decompose(logprobs, before, trainable(model), weights(), by_sign(), step)
-    own = own_exact(logprobs, before, weights(), [(n, t) for n, t in TOKENS], step)
+    found = decompose(logprobs, before, trainable(model), weights(), by_sign(), batch_number)
+    own = own_exact(logprobs, before, weights(), [(n, t) for n, t in TOKENS], batch_number)
     for j, (n, t) in enumerate(TOKENS):
         pulls = {
             k: eta * float(weights()[k]) * float(gradient[n, t] @ gradient[k]) for k in gradient
@@ -217,7 +218,7 @@ def test_the_largest_class_comes_for_free_from_the_whole_gradient():
     (-(weights() * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
     total = {name: -p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
-    steps = response(optimizer, dict(model.named_parameters()))
+    updates = response(optimizer, dict(model.named_parameters()))
     even_NT = IDS_NT % 2 == 0
     classes = by_sign() | {"parity": {"even": even_NT & MASK_NT, "odd": ~even_NT & MASK_NT}}
     rows = []
@@ -226,11 +227,11 @@ def test_the_largest_class_comes_for_free_from_the_whole_gradient():
         reverse=lambda params, row_R: rows.extend(row_R.tolist()) or logprobs.reverse(params, row_R)
     )
     found = decompose(
-        counted, before, trainable(model), weights(), {"sign": by_sign()["sign"]}, steps, total
+        counted, before, trainable(model), weights(), {"sign": by_sign()["sign"]}, updates, total
     )
     assert sorted(rows) in ([0, 2], [1, 3])  # one sign only
-    expected = decompose(logprobs, before, trainable(model), weights(), classes, steps)
-    both = decompose(logprobs, before, trainable(model), weights(), classes, steps, total)
+    expected = decompose(logprobs, before, trainable(model), weights(), classes, updates)
+    both = decompose(logprobs, before, trainable(model), weights(), classes, updates, total)
     for axis, parts in expected.parts.items():
         for name, part_NT in parts.items():
             torch.testing.assert_close(both.parts[axis][name], part_NT, rtol=1e-8, atol=1e-11)
@@ -328,13 +329,13 @@ def test_autocast_changes_the_engine_by_its_precision_only():
     model = clean_gpt2(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     before = stepped(model, optimizer, weights().float())
-    steps = response(optimizer, dict(model.named_parameters()))
+    updates = response(optimizer, dict(model.named_parameters()))
     wide = decompose(
-        of_model(model, texts()), before, trainable(model), weights().float(), by_sign(), steps
+        of_model(model, texts()), before, trainable(model), weights().float(), by_sign(), updates
     )
     narrow_logprobs = of_model(model, texts(), lambda: torch.autocast("cpu", torch.bfloat16))
     narrow = decompose(
-        narrow_logprobs, before, trainable(model), weights().float(), by_sign(), steps
+        narrow_logprobs, before, trainable(model), weights().float(), by_sign(), updates
     )
     gap = (wide.predicted_NT - narrow.predicted_NT)[MASK_NT].norm() / wide.predicted_NT[
         MASK_NT
@@ -405,7 +406,7 @@ def test_attention_without_forward_mode_is_switched_and_restored():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "cohere", "phi", "gpt2"])
 def test_forward_mode_of_other_architectures(name):
-    """Several of them keep a norm or angles in float32, so differences are taken over a wider step;
+    """Several of them keep a norm or angles in float32, so differences are taken over a wider batch;
     batched and single passes agree closely.
     """
     model = tiny(name, dtype=torch.float64)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from counterpoise.ledger import HeadResponse, HeadState, coupling_table, head_cancellation
 from counterpoise.ledger.calculus.head_change import head_change
-from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.ledger.calculus.head_change import kl as small_kl
+from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.maths.head import Head
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone

@@ -14,15 +14,14 @@ from torch import nn
 
 from counterpoise.ledger import filled, load_categories, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.ledger.measures.categories import categories
+from counterpoise.ledger.measures.categories import CATEGORIES, categories
 from counterpoise.ledger.measures.drift import drift
 from counterpoise.ledger.measures.jitter import jitter
-from counterpoise.ledger.measures.categories import CATEGORIES
 from helpers.reference_ledger import clean_gpt2
 
 
-def trained(model, optimizer, steps: int) -> None:
-    for _ in range(steps):
+def trained(model, optimizer, updates: int) -> None:
+    for _ in range(updates):
         model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,24 +65,24 @@ def test_restore_is_bit_exact_and_training_goes_on_as_if_nothing_happened(steps_
 
 
 def test_snapshot_of_a_language_model_with_adamw():
-    """Weights (tied ones too), both moments and the step count come back bit for bit."""
+    """Weights (tied ones too), both moments and the batch count come back bit for bit."""
     model = clean_gpt2(tied=True, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.tensor([[1, 2, 3, 4]])
 
-    def step() -> None:
+    def batch_number() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    batch_number()
     saved = snapshot(model, optimizer)
     weights = [p.detach().clone() for p in model.parameters()]
     moments = [
         {key: value.clone() for key, value in optimizer.state[p].items()}
         for p in model.parameters()
     ]
-    step()
+    batch_number()
     assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters()))
     restore(saved, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))

@@ -180,7 +180,7 @@ def test_cuts_of_a_prepared_step_give_the_gradient_of_the_step(name, params):
     logp_NT, rows = random_rows(seed=4)
     loss = functools.partial(LOSSES[name], **params)
     whole = gradient(loss, logp_NT, rows)
-    ready = rows._replace(step_NT=LOSSES[name].prepare(logp_NT, rows, **params))
+    ready = rows._replace(update_NT=LOSSES[name].prepare(logp_NT, rows, **params))
     for cuts in ([[0, 1, 2], [3, 4, 5]], [[5, 0], [4], [2, 1, 3]], [[i] for i in range(6)]):
         for cut in map(torch.tensor, cuts):
             assert_close(gradient(loss, logp_NT[cut], ready.select(cut)), whole[cut])

@@ -26,9 +26,9 @@ PLAN_SETTINGS = [(name, {}) for name in PLANS] + [
 ]
 
 
-def planned(name, table, num_steps, seed=0, **params):
+def planned(name, table, num_updates, seed=0, **params):
     return call(
-        PLANS[name](**params), *table, num_steps=num_steps, generator=seeded(seed, 0, "plan")
+        PLANS[name](**params), *table, num_updates=num_updates, generator=seeded(seed, 0, "plan")
     )
 
 
@@ -36,28 +36,30 @@ def planned(name, table, num_steps, seed=0, **params):
 @untimed
 @given(
     batch=ragged_batches(max_groups=8, max_group_size=5),
-    num_steps=st.integers(1, 4),
+    num_updates=st.integers(1, 4),
     seed=st.integers(0, 5),
 )
-def test_plans_hold_no_row_twice_and_no_empty_step(name, params, batch, num_steps, seed):
+def test_plans_hold_no_row_twice_and_no_empty_step(name, params, batch, num_updates, seed):
     table = batch.group_N, batch.reward_N, batch.length_N
-    if len(batch.group_N.unique()) < num_steps:
+    if len(batch.group_N.unique()) < num_updates:
         return
-    steps = planned(name, table, num_steps, seed, **params)
-    rows = torch.cat(steps).tolist()
-    assert len(steps) == num_steps
+    updates = planned(name, table, num_updates, seed, **params)
+    rows = torch.cat(updates).tolist()
+    assert len(updates) == num_updates
     assert len(rows) == len(set(rows))
     assert set(rows) <= set(range(batch.num_rollouts))
-    assert min(map(len, steps)) > 0
-    assert all(torch.equal(step, step.sort().values) for step in steps)
+    assert min(map(len, updates)) > 0
+    assert all(torch.equal(update, update.sort().values) for update in updates)
     if name != "reward_balanced":
         assert len(rows) == batch.num_rollouts
     if name in ("random_rows", "length_sorted", "round_robin") or params.get("mode") == "buffer":
-        assert max(map(len, steps)) - min(map(len, steps)) <= 1
+        assert max(map(len, updates)) - min(map(len, updates)) <= 1
     if name == "query_preserved" or (name == "reward_balanced" and params.get("mode") != "buffer"):
-        owners = [set(batch.group_N[step].tolist()) for step in steps]
+        owners = [set(batch.group_N[update].tolist()) for update in updates]
         assert not any(a & b for a, b in itertools.combinations(owners, 2))
-    assert json.loads(json.dumps(manifest(steps, batch.group_N)))["num_rows"] == batch.num_rollouts
+    assert (
+        json.loads(json.dumps(manifest(updates, batch.group_N)))["num_rows"] == batch.num_rollouts
+    )
 
 
 @pytest.mark.parametrize(("name", "params"), PLAN_SETTINGS)
@@ -73,20 +75,20 @@ def test_plans_are_seeded_by_the_generator_alone(name, params):
 
 
 def test_query_preserved_levels_rows_of_unequal_groups():
-    """Sizes 5, 3, 2, 2 into two steps: largest first, each to the smaller step: 5 + 2 and 3 + 2,
+    """Sizes 5, 3, 2, 2 into two updates: largest first, each to the smaller update: 5 + 2 and 3 + 2,
     never 5 + 3.
     """
     group_N = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [3] * 2)
     for seed in range(4):
-        steps = planned("query_preserved", (group_N, torch.zeros(12), torch.ones(12)), 2, seed)
-        assert sorted(map(len, steps)) == [5, 7]
+        updates = planned("query_preserved", (group_N, torch.zeros(12), torch.ones(12)), 2, seed)
+        assert sorted(map(len, updates)) == [5, 7]
 
 
 def test_query_preserved_draws_every_split():
-    """Three prompts, three steps: all six orders appear over seeds."""
+    """Three prompts, three updates: all six orders appear over seeds."""
     table = torch.tensor([0, 0, 1, 1, 2, 2]), torch.zeros(6), torch.ones(6)
     orders = {
-        tuple(int(step[0]) for step in planned("query_preserved", table, 3, seed))
+        tuple(int(update[0]) for update in planned("query_preserved", table, 3, seed))
         for seed in range(60)
     }
     assert orders == set(itertools.permutations([0, 2, 4]))
@@ -94,9 +96,9 @@ def test_query_preserved_draws_every_split():
 
 def test_length_sorted_is_short_long_long_short():
     length_N = torch.tensor([50, 10, 40, 20, 80, 70, 30, 60])
-    steps = planned("length_sorted", (torch.zeros(8), torch.zeros(8), length_N), 4)
+    updates = planned("length_sorted", (torch.zeros(8), torch.zeros(8), length_N), 4)
     # sorted 10 .. 80; every second 10 30 50 70, the others back down 80 60 40 20
-    assert [sorted(length_N[step].tolist()) for step in steps] == [
+    assert [sorted(length_N[update].tolist()) for update in updates] == [
         [10, 30],
         [50, 70],
         [60, 80],
@@ -105,29 +107,25 @@ def test_length_sorted_is_short_long_long_short():
 
 
 def test_round_robin_spreads_every_prompt():
-    steps = planned("round_robin", prompts(2, 4), 2)
-    assert [step.tolist() for step in steps] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    updates = planned("round_robin", prompts(2, 4), 2)
+    assert [update.tolist() for update in updates] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("name", ["query_preserved", "reward_balanced"])
 def test_fewer_prompts_than_steps_says_how_many_there_are(name):
-    with pytest.raises(
-        ValueError, match=f"{name}: 4 optimizer steps need at least 4 prompts, got 3"
-    ):
+    with pytest.raises(ValueError, match=f"{name}: 4 updates need at least 4 prompts, got 3"):
         planned(name, prompts(3, 4), 4)
 
 
 @pytest.mark.parametrize("name", ["random_rows", "length_sorted", "round_robin"])
 def test_fewer_rollouts_than_steps(name):
-    with pytest.raises(
-        ValueError, match=f"{name}: 4 optimizer steps need at least 4 rollouts, got 3"
-    ):
+    with pytest.raises(ValueError, match=f"{name}: 4 updates need at least 4 rollouts, got 3"):
         planned(name, prompts(1, 3), 4)
 
 
 def test_num_steps_is_a_positive_integer():
     with pytest.raises(
-        ValueError, match="query_preserved: num_steps must be an integer >= 1, got 0"
+        ValueError, match="query_preserved: num_updates must be an integer >= 1, got 0"
     ):
         planned("query_preserved", prompts(3, 4), 0)
 
@@ -169,42 +167,42 @@ def test_quota_never_takes_more_than_there_is(num_pos, num_neg, size):
 
 
 def test_buffer_plan_takes_the_quota_and_levels_every_step():
-    """400 positives and 800 negatives, four steps of 256: 400 / 624, so 100 and 156 a step."""
+    """400 positives and 800 negatives, four updates of 256: 400 / 624, so 100 and 156 a update."""
     reward_N = torch.cat([torch.ones(400), torch.zeros(800)])[
         torch.randperm(1200, generator=torch.Generator().manual_seed(3))
     ]
     table = torch.arange(1200) // 8, reward_N, torch.ones(1200)
-    steps = planned("reward_balanced", table, 4, mode="buffer", step_size=256)
-    assert [int(reward_N[step].sum()) for step in steps] == [100] * 4
-    assert [len(step) for step in steps] == [256] * 4
+    updates = planned("reward_balanced", table, 4, mode="buffer", update_size=256)
+    assert [int(reward_N[update].sum()) for update in updates] == [100] * 4
+    assert [len(update) for update in updates] == [256] * 4
 
 
 def test_buffer_plan_without_a_size_takes_the_largest_balanced_batch():
     """30 positives of 200: 30 / (3/8) = 80 rows, 30 + 50."""
     reward_N = torch.cat([torch.ones(30), torch.zeros(170)])
-    steps = planned(
+    updates = planned(
         "reward_balanced", (torch.arange(200) // 8, reward_N, torch.ones(200)), 2, mode="buffer"
     )
-    assert [len(step) for step in steps] == [40, 40]
-    assert [int(reward_N[step].sum()) for step in steps] == [15, 15]
+    assert [len(update) for update in updates] == [40, 40]
+    assert [int(reward_N[update].sum()) for update in updates] == [15, 15]
 
 
 def test_buffer_plan_of_one_sign_takes_all_rows():
-    steps = planned(
+    updates = planned(
         "reward_balanced",
         (torch.arange(20) // 4, torch.zeros(20), torch.ones(20)),
         2,
         mode="buffer",
     )
-    assert sorted(torch.cat(steps).tolist()) == list(range(20))
+    assert sorted(torch.cat(updates).tolist()) == list(range(20))
 
 
 def test_per_query_keeps_as_many_of_each_sign():
     group_N = torch.tensor([0] * 5 + [1] * 4 + [2] * 3)
     reward_N = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1, 1])
-    (step,) = planned("reward_balanced", (group_N, reward_N, torch.ones(12)), 1, mode="per_query")
+    (update,) = planned("reward_balanced", (group_N, reward_N, torch.ones(12)), 1, mode="per_query")
     kept = {
-        (g, r): int(((group_N[step] == g) & (reward_N[step] == r)).sum())
+        (g, r): int(((group_N[update] == g) & (reward_N[update] == r)).sum())
         for g in range(3)
         for r in (0, 1)
     }
@@ -212,12 +210,12 @@ def test_per_query_keeps_as_many_of_each_sign():
     assert kept == {(0, 0): 2, (0, 1): 2, (1, 0): 1, (1, 1): 1, (2, 0): 0, (2, 1): 0}
 
 
-def shares(steps, reward_N):
-    return [float(reward_N[step].mean()) for step in steps]
+def shares(updates, reward_N):
+    return [float(reward_N[update].mean()) for update in updates]
 
 
 def test_groups_mode_leaves_out_constant_prompts_and_levels_the_rest():
-    """Shares 1/4, 1/4, 3/4, 3/4 and two constant prompts: each step gets one of each kind, share
+    """Shares 1/4, 1/4, 3/4, 3/4 and two constant prompts: each update gets one of each kind, share
     1/2.
     """
     rows = [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -226,18 +224,18 @@ def test_groups_mode_leaves_out_constant_prompts_and_levels_the_rest():
         torch.tensor(rows, dtype=torch.float64).flatten(),
     )
     for seed in range(5):
-        steps = planned("reward_balanced", (group_N, reward_N, torch.ones(24)), 2, seed)
-        assert shares(steps, reward_N) == [0.5, 0.5]
-        assert manifest(steps, group_N)["left_out"] == list(range(16, 24))
+        updates = planned("reward_balanced", (group_N, reward_N, torch.ones(24)), 2, seed)
+        assert shares(updates, reward_N) == [0.5, 0.5]
+        assert manifest(updates, group_N)["left_out"] == list(range(16, 24))
 
 
 def test_groups_mode_decides_constancy_on_rewards():
     """Rewards 0.7 .. 0.9 are all positives but differ, so the prompt has an advantage and stays."""
     reward_N = torch.tensor([0.7, 0.9, 0.0, 0.1, 0.7, 0.7])
-    (step,) = planned(
+    (update,) = planned(
         "reward_balanced", (torch.tensor([0, 0, 1, 1, 2, 2]), reward_N, torch.ones(6)), 1
     )
-    assert step.tolist() == [0, 1, 2, 3]
+    assert update.tolist() == [0, 1, 2, 3]
 
 
 def test_groups_mode_leaves_out_as_few_one_sided_prompts_as_needed():
@@ -248,30 +246,30 @@ def test_groups_mode_leaves_out_as_few_one_sided_prompts_as_needed():
     reward_N = torch.tensor(
         [[1] + [0] * 7] * 6 + [[1] * 4 + [0] * 4] * 4, dtype=torch.float64
     ).flatten()
-    (step,) = planned("reward_balanced", (group_N, reward_N, torch.ones(80)), 1)
-    assert len(step) == 48
-    assert shares([step], reward_N) == [18 / 48]
-    assert set(range(48, 80)) < set(step.tolist())
+    (update,) = planned("reward_balanced", (group_N, reward_N, torch.ones(80)), 1)
+    assert len(update) == 48
+    assert shares([update], reward_N) == [18 / 48]
+    assert set(range(48, 80)) < set(update.tolist())
 
 
 def test_groups_mode_keeps_every_mixed_prompt_where_the_band_is_out_of_reach():
     group_N = torch.arange(6).repeat_interleave(8)
     reward_N = torch.tensor([[1] + [0] * 7] * 6, dtype=torch.float64).flatten()
-    steps = planned("reward_balanced", (group_N, reward_N, torch.ones(48)), 2)
-    assert [len(step) for step in steps] == [24, 24]
+    updates = planned("reward_balanced", (group_N, reward_N, torch.ones(48)), 2)
+    assert [len(update) for update in updates] == [24, 24]
 
 
 @pytest.mark.parametrize("mode", ["groups", "per_query"])
 def test_too_few_usable_prompts_fall_back_to_whole_prompts_of_all_rows(mode):
     group_N = torch.arange(4).repeat_interleave(3)
     for reward_N in (torch.zeros(12), torch.tensor([1.0] + [0.0] * 11)):
-        steps = planned("reward_balanced", (group_N, reward_N, torch.ones(12)), 2, mode=mode)
-        assert sorted(torch.cat(steps).tolist()) == list(range(12))
-        assert [len(step) for step in steps] == [6, 6]
+        updates = planned("reward_balanced", (group_N, reward_N, torch.ones(12)), 2, mode=mode)
+        assert sorted(torch.cat(updates).tolist()) == list(range(12))
+        assert [len(update) for update in updates] == [6, 6]
 
 
-@pytest.mark.parametrize(("num_prompts", "num_steps"), [(6, 2), (6, 3), (8, 4), (9, 4)])
-def test_groups_mode_against_all_deals(num_prompts, num_steps):
+@pytest.mark.parametrize(("num_prompts", "num_updates"), [(6, 2), (6, 3), (8, 4), (9, 4)])
+def test_groups_mode_against_all_deals(num_prompts, num_updates):
     """Where some deal of all mixed prompts lies in the band (by trying every one), the plan finds a
     deal of all of them, nearly always.
     """
@@ -279,23 +277,23 @@ def test_groups_mode_against_all_deals(num_prompts, num_steps):
     for seed in range(40):
         num_pos_P = torch.randint(1, 8, (num_prompts,), generator=generator)
         reward_N = (torch.arange(8) < num_pos_P[:, None]).double().flatten()
-        if not _some_deal_fits(num_pos_P.tolist(), num_steps):
+        if not _some_deal_fits(num_pos_P.tolist(), num_updates):
             continue
         group_N = torch.arange(num_prompts).repeat_interleave(8)
-        steps = planned(
-            "reward_balanced", (group_N, reward_N, torch.ones(len(reward_N))), num_steps, seed
+        updates = planned(
+            "reward_balanced", (group_N, reward_N, torch.ones(len(reward_N))), num_updates, seed
         )
-        assert all(3 / 8 <= share <= 5 / 8 for share in shares(steps, reward_N))
-        possible, found = possible + 1, found + (len(torch.cat(steps)) == len(reward_N))
+        assert all(3 / 8 <= share <= 5 / 8 for share in shares(updates, reward_N))
+        possible, found = possible + 1, found + (len(torch.cat(updates)) == len(reward_N))
     assert possible > 10
     assert found >= 0.9 * possible
 
 
-def _some_deal_fits(num_pos, num_steps):
-    """Every way to deal prompts of eight rollouts into steps whose sizes differ by at most one
+def _some_deal_fits(num_pos, num_updates):
+    """Every way to deal prompts of eight rollouts into updates whose sizes differ by at most one
     prompt.
     """
-    base, more = divmod(len(num_pos), num_steps)
+    base, more = divmod(len(num_pos), num_updates)
 
     def fits(left, sizes):
         if not sizes:
@@ -306,7 +304,7 @@ def _some_deal_fits(num_pos, num_steps):
             for hand in itertools.combinations(sorted(left), sizes[0])
         )
 
-    return fits(frozenset(range(len(num_pos))), [base + 1] * more + [base] * (num_steps - more))
+    return fits(frozenset(range(len(num_pos))), [base + 1] * more + [base] * (num_updates - more))
 
 
 @pytest.mark.parametrize(
@@ -315,8 +313,11 @@ def _some_deal_fits(num_pos, num_steps):
         ({"mode": "rows"}, "mode must be one of groups, per_query, buffer, got 'rows'"),
         ({"low": 0.6}, "expected 0 < low <= 1/2 <= high < 1, got low=0.6"),
         ({"threshold": float("inf")}, "threshold must be a finite number, got inf"),
-        ({"mode": "buffer", "step_size": 0}, "step_size must be an integer >= 1 or None, got 0"),
-        ({"step_size": 8}, "step_size belongs to mode 'buffer', got mode 'groups'"),
+        (
+            {"mode": "buffer", "update_size": 0},
+            "update_size must be an integer >= 1 or None, got 0",
+        ),
+        ({"update_size": 8}, "update_size belongs to mode 'buffer', got mode 'groups'"),
     ],
 )
 def test_reward_balanced_bad_parameters(params, message):
@@ -328,7 +329,7 @@ def test_reward_balanced_bad_parameters(params, message):
 
 
 def test_audit_of_plans_at_128_prompts_of_8():
-    """Two of 1024 rows meet in one of four steps of 256 with probability 255 / 1023 = 0.249."""
+    """Two of 1024 rows meet in one of four updates of 256 with probability 255 / 1023 = 0.249."""
     table = prompts(128, 8)
     batch = batch_of(*table)
     kept = {
@@ -347,49 +348,49 @@ def test_audit_of_plans_at_128_prompts_of_8():
 @untimed
 @given(
     batch=ragged_batches(max_groups=4, max_group_size=5),
-    num_steps=st.integers(1, 4),
+    num_updates=st.integers(1, 4),
     data=st.data(),
 )
-def test_audit_twin(batch, num_steps, data):
-    """Rows land in random steps or nowhere."""
+def test_audit_twin(batch, num_updates, data):
+    """Rows land in random updates or nowhere."""
     where = data.draw(
         st.lists(
-            st.integers(0, num_steps), min_size=batch.num_rollouts, max_size=batch.num_rollouts
+            st.integers(0, num_updates), min_size=batch.num_rollouts, max_size=batch.num_rollouts
         )
     )
-    rows = [[i for i, k in enumerate(where) if k == step] for step in range(num_steps)]
+    rows = [[i for i, k in enumerate(where) if k == update] for update in range(num_updates)]
     if not all(rows):
         return
     advantage_N = torch.arange(batch.num_rollouts, dtype=torch.float64)
-    got = audit([torch.tensor(step) for step in rows], batch, advantage_N)
+    got = audit([torch.tensor(update) for update in rows], batch, advantage_N)
     groups, is_positive = (
         batch.group_N.tolist(),
         [reward > 0.5 for reward in batch.reward_N.tolist()],
     )
     met, total = reference.pairs_kept(rows, groups, is_positive)
     split = sum(
-        len({k for k, step in enumerate(rows) for i in step if groups[i] == g}) > 1
+        len({k for k, update in enumerate(rows) for i in update if groups[i] == g}) > 1
         for g in set(groups)
     )
     assert (got.num_pairs, got.pairs_kept) == (total, met / total if total else 1.0)
     assert (got.prompts_split, got.prompts_split_frac) == (split, split / len(set(groups)))
-    assert got.num_left_out == where.count(num_steps)
-    assert got.rows == [len(step) for step in rows]
-    assert got.tokens == [sum(int(batch.length_N[i]) for i in step) for step in rows]
+    assert got.num_left_out == where.count(num_updates)
+    assert got.rows == [len(update) for update in rows]
+    assert got.tokens == [sum(int(batch.length_N[i]) for i in update) for update in rows]
     assert got.positive_frac == pytest.approx(
-        [sum(is_positive[i] for i in step) / len(step) for step in rows]
+        [sum(is_positive[i] for i in update) / len(update) for update in rows]
     )
-    assert got.advantage_sum == [float(sum(step)) for step in rows]
+    assert got.advantage_sum == [float(sum(update)) for update in rows]
     assert json.loads(json.dumps(got.as_dict()))["pairs_kept"] == got.pairs_kept
 
 
 def test_audit_takes_a_plan_of_a_method():
     batch = batch_of(*prompts(8, 4))
     method = cp.method("dr_grpo", plan="query_preserved")
-    plan = method.plan(batch, num_steps=2, seed=0)
+    plan = method.plan(batch, num_updates=2, seed=0)
     got = cp.audit(plan, batch, method.assign(batch).advantage_N)
     assert got.pairs_kept == 1.0
-    # group means come off whole prompts, so every step sums to 0
+    # group means come off whole prompts, so every update sums to 0
     assert got.advantage_sum == pytest.approx([0.0, 0.0], abs=1e-12)
     assert plan.manifest["left_out"] == []
     assert sorted(plan.manifest["groups"][0] + plan.manifest["groups"][1]) == list(range(8))

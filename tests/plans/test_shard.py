@@ -80,7 +80,7 @@ def test_shard_by_hand():
 
 
 def test_shard_cuts_change_no_gradient():
-    """A step cut into ranks and micro-batches by positions gives the gradient of the whole step."""
+    """A update cut into ranks and micro-batches by positions gives the gradient of the whole update."""
     batch = batch_of(*prompts(6, 4))
     method = cp.method("grpo")
     rows = method.rows(batch, method.assign(batch), torch.arange(24))

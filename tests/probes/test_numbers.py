@@ -39,7 +39,7 @@ def table_update(token_ids_RT: torch.Tensor, weight_RT: torch.Tensor, lr: float)
 def test_tau_by_hand() -> None:
     """Letter 0 at logits (0, 0): grad logp = (1/2, -1/2).
 
-    With weights summing to W over tokens of letter 0, one step of SGD moves the logit gap by lr W,
+    With weights summing to W over tokens of letter 0, one batch of SGD moves the logit gap by lr W,
     so logp(0) goes to -log(1 + exp(-lr W)). Weights 1, 2, -3, 4 on four rollouts: W = 4 in full;
     leaving out rows 1, 2, 3 leaves W = 1.
     """

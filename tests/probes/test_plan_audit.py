@@ -9,7 +9,7 @@ import pytest
 
 from counterpoise.cli.audit import audit as command
 from counterpoise.probes.plans import audit_plans, averages
-from counterpoise.run.files import step_file, write_json, write_table, write_text
+from counterpoise.run.files import batch_file, write_json, write_table, write_text
 
 
 def write_run(
@@ -17,7 +17,7 @@ def write_run(
 ) -> Path:
     """Two prompts of two rollouts, one good and one bad each; the good ones are short.
 
-    Trained in two steps that part every prompt.
+    Trained in two batches that part every prompt.
     """
     rows = {
         "group": [0, 0, 1, 1],
@@ -25,17 +25,17 @@ def write_run(
         "token_ids": [[5], [5, 6, 7], [5, 6], [5, 6, 7, 8]],
         "advantage": [1.0, -1.0, 1.0, -1.0],
     }
-    write_table(step_file(path, "rollouts", 3, ".parquet"), {name: rows[name] for name in columns})
-    write_json(step_file(path, "plan", 3, ".json"), {"rows": [[0, 2], [1, 3]]})
-    write_text(path / "config.yaml", "optimizer: {steps_per_batch: 2}\n")
+    write_table(batch_file(path, "rollouts", 3, ".parquet"), {name: rows[name] for name in columns})
+    write_json(batch_file(path, "plan", 3, ".json"), {"rows": [[0, 2], [1, 3]]})
+    write_text(path / "config.yaml", "optimizer: {updates_per_batch: 2}\n")
     return path
 
 
 def test_numbers_of_known_plans(tmp_path: Path) -> None:
     found = audit_plans(write_run(tmp_path))
-    assert found["num_steps"] == 2
+    assert found["num_updates"] == 2
     (trained,) = found["plans"]["as trained"]
-    assert (trained["step"], trained["pairs_kept"], trained["prompts_split"]) == (3, 0.0, 2)
+    assert (trained["batch"], trained["pairs_kept"], trained["prompts_split"]) == (3, 0.0, 2)
     assert (
         trained["positive_frac"] == [1.0, 0.0]
         and trained["tokens"] == [3, 7]
@@ -56,7 +56,7 @@ def test_numbers_of_known_plans(tmp_path: Path) -> None:
 
 def test_file_and_run_agree(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    of_file = audit_plans(run / "rollouts" / "step_000003.parquet", num_steps=2)
+    of_file = audit_plans(run / "rollouts" / "batch_000003.parquet", num_updates=2)
     assert "as trained" not in of_file["plans"]
     for label in ("whole prompts (query_preserved)", "verl: balanced lengths (length_sorted)"):
         (a,), (b,) = of_file["plans"][label], audit_plans(run)["plans"][label]
@@ -64,7 +64,7 @@ def test_file_and_run_agree(tmp_path: Path) -> None:
 
 
 def test_shuffled_rows_meet_by_chance(tmp_path: Path) -> None:
-    """64 prompts of 8, half good: two rows of 512 meet in one of 4 equal steps with probability
+    """64 prompts of 8, half good: two rows of 512 meet in one of 4 equal batches with probability
     127/511.
     """
     num, size = 64, 8
@@ -74,21 +74,20 @@ def test_shuffled_rows_meet_by_chance(tmp_path: Path) -> None:
         "token_ids": [[1]] * (num * size),
     }
     write_table(tmp_path / "rows.parquet", columns)
-    (trl,) = audit_plans(tmp_path / "rows.parquet", num_steps=4)["plans"][
+    (trl,) = audit_plans(tmp_path / "rows.parquet", num_updates=4)["plans"][
         "TRL: shuffled rows (random_rows)"
     ]
     assert trl["num_pairs"] == 1024 and trl["pairs_kept"] == pytest.approx(127 / 511, abs=0.06)
 
 
 def test_plan_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    found = audit_plans(write_run(tmp_path), num_steps=4)
+    found = audit_plans(write_run(tmp_path), num_updates=4)
     assert (
         "whole prompts (query_preserved)" not in found["plans"]
         and "spread (round_robin)" in found["plans"]
     )
     assert any(
-        "4 optimizer steps need at least 4 prompts, got 2" in problem
-        for problem in found["problems"]
+        "4 updates need at least 4 prompts, got 2" in problem for problem in found["problems"]
     )
 
 
@@ -133,8 +132,8 @@ def test_bad_input(tmp_path: Path) -> None:
         match="no column 'reward'. Expected one row a rollout with group, reward, token_ids",
     ):
         audit_plans(write_run(tmp_path / "a", columns=("group", "token_ids")))
-    with pytest.raises(ValueError, match="no rollouts of step 9; it has steps 3 to 3"):
-        audit_plans(write_run(tmp_path / "b"), step=9)
+    with pytest.raises(ValueError, match="no rollouts of batch 9; it has batches 3 to 3"):
+        audit_plans(write_run(tmp_path / "b"), batch_number=9)
     write_table(tmp_path / "tokens.parquet", {"group": [0], "reward": [1.0], "token_ids": [5]})
     with pytest.raises(ValueError, match="has one row a token. Give a file with one row a rollout"):
         audit_plans(tmp_path / "tokens.parquet")

@@ -58,8 +58,8 @@ def same(first, second) -> bool:
 
 def test_full_update_is_the_one_that_training_made(run: Path, scene) -> None:
     change = tried(scene, scene.rows)
-    tokens = pd.read_parquet(run / "tokens" / "step_000001.parquet")
-    first = tokens[tokens["optimizer_step"] == 0].set_index(["rollout", "position"])["delta"]
+    tokens = pd.read_parquet(run / "tokens" / "batch_000001.parquet")
+    first = tokens[tokens["update"] == 0].set_index(["rollout", "position"])["delta"]
     rows = scene.rows
     ours = {
         (int(rows.row_R[r]), t): float(change.delta_RT[r, t])
@@ -76,10 +76,12 @@ def test_probe_leaves_model_and_optimizer_as_they_were(
     name: str, run: Path, scene, tmp_path: Path, monkeypatch
 ) -> None:
     before = snapshot(scene.policy.model, scene.optimizer)
-    monkeypatch.setattr("counterpoise.probes.runner.open_scene", lambda run_dir, step: scene)
+    monkeypatch.setattr(
+        "counterpoise.probes.runner.open_scene", lambda run_dir, batch_number: scene
+    )
     summary = run_probe(run, name, 1, SMALL.get(name), fresh=True)
     assert same(before, snapshot(scene.policy.model, scene.optimizer))
-    folder = run / "probes" / name / "step_000001"
+    folder = run / "probes" / name / "batch_000001"
     assert json.loads((folder / "summary.json").read_text())["numbers"] == json.loads(
         json.dumps(summary["numbers"])
     )
@@ -89,7 +91,7 @@ def test_probe_leaves_model_and_optimizer_as_they_were(
 
 def test_flips_are_those_of_the_ledger(run: Path) -> None:
     numbers = run_probe(run, "flips", 1)["numbers"]
-    tokens = pd.concat([pd.read_parquet(run / "tokens" / f"step_{k:06d}.parquet") for k in (0, 1)])
+    tokens = pd.concat([pd.read_parquet(run / "tokens" / f"batch_{k:06d}.parquet") for k in (0, 1)])
     for side, sign in (("positive", 1), ("negative", -1)):
         expected = float(tokens[tokens["sign"] == sign]["is_flip"].astype(float).mean())
         assert numbers["flip"][side]["mean"] == pytest.approx(expected, rel=1e-5)
@@ -101,9 +103,9 @@ def test_without_plotly_there_are_numbers_and_a_word_about_the_figure(
 ) -> None:
     monkeypatch.setattr("counterpoise.probes.output.importlib.util.find_spec", lambda name: None)
     summary = run_probe(run, "flips", 0, fresh=True)
-    folder = run / "probes" / "flips" / "step_000000"
+    folder = run / "probes" / "flips" / "batch_000000"
     assert summary["no_figure"].startswith("plotly is not installed: pip install")
-    assert json.loads((folder / "summary.json").read_text())["numbers"]["steps"] == [0]
+    assert json.loads((folder / "summary.json").read_text())["numbers"]["batches"] == [0]
     assert not (folder / "figure.html").exists()
 
 
@@ -174,14 +176,14 @@ def test_positives_only_lets_no_negative_token_in(scene) -> None:
 
 def test_empty_class_says_so(scene) -> None:
     with pytest.raises(
-        ValueError, match="no token of step 1 has the advantage that this update is made of"
+        ValueError, match="no token of batch 1 has the advantage that this update is made of"
     ):
         tried(scene, scene.rows, torch.zeros_like(scene.rows.mask_NT))
 
 
 def test_goes_on_where_it_stopped(run: Path) -> None:
     run_probe(run, "tax", 0)
-    folder = run / "probes" / "tax" / "step_000000"
+    folder = run / "probes" / "tax" / "batch_000000"
     first = pd.read_parquet(folder / "contexts.parquet")
     stamp = (folder / "contexts.parquet").stat().st_mtime_ns
     (folder / "lengths.parquet").unlink()
@@ -206,7 +208,7 @@ def test_a_wrong_setting_drops_nothing_that_is_there(run: Path, wrong: dict) -> 
     (name,) = wrong
     with pytest.raises(ValueError, match=f"probe value: {name} must be"):
         run_probe(run, "value", 0, SMALL["value"] | wrong, fresh=True)
-    assert (run / "probes" / "value" / "step_000000" / "summary.json").is_file()
+    assert (run / "probes" / "value" / "batch_000000" / "summary.json").is_file()
     run_probe(run, "value", 0, SMALL["value"])
 
 
@@ -221,7 +223,7 @@ def test_a_change_that_does_not_vary_has_no_rank_correlation() -> None:
 
 def test_drift_is_zero_at_the_first_checkpoint(run: Path) -> None:
     numbers = run_probe(run, "drift", 1, fresh=True)["numbers"]
-    assert numbers["steps"] == [0, 1]
+    assert numbers["batches"] == [0, 1]
     assert (
         numbers["log_odds_change"]["0"]["mean"] == 0 and numbers["log_odds_change"]["1"]["mean"] > 0
     )
@@ -314,7 +316,7 @@ def test_matching_within_a_prompt_takes_no_nearer_token_of_another(seed: int) ->
 
 
 def test_pooled_shares_do_not_weigh_steps_by_their_size() -> None:
-    """Reasoning has 3/4 of each variant's change at the first step and 1/4 at the second; positives
+    """Reasoning has 3/4 of each variant's change at the first batch and 1/4 at the second; positives
     only change ten times as much at the first.
     """
 
@@ -323,13 +325,13 @@ def test_pooled_shares_do_not_weigh_steps_by_their_size() -> None:
         return [
             {
                 "variant": variant,
-                "group": step * STRIDE + prompt,
+                "group": batch_number * STRIDE + prompt,
                 "category": name,
-                "delta": -share * sizes[step],
+                "delta": -share * sizes[batch_number],
             }
-            for step in (0, 1)
+            for batch_number in (0, 1)
             for prompt in (0, 1, 2)
-            for name, share in shares[step]
+            for name, share in shares[batch_number]
         ]
 
     table = pd.DataFrame(rows("full", (1.0, 1.0)) + rows("positives", (10.0, 1.0)))
@@ -342,12 +344,12 @@ def test_pooled_steps_count_prompts_apart(run: Path) -> None:
     run_probe(run, "exchangeability", 0)
     run_probe(run, "exchangeability", 1)
     parts = [
-        pd.read_parquet(run / "probes" / "exchangeability" / f"step_{k:06d}" / "nodes.parquet")
+        pd.read_parquet(run / "probes" / "exchangeability" / f"batch_{k:06d}" / "nodes.parquet")
         for k in (0, 1)
     ]
     pooled = pool(run, "exchangeability")
     both = pd.concat([part[part["loss"] == "sequence ratio"] for part in parts])
-    assert pooled["steps"] == [0, 1]
+    assert pooled["batches"] == [0, 1]
     assert pooled["numbers"]["sequence ratio"]["num_nodes"] == len(both)
     assert pooled["numbers"]["sequence ratio"]["mean"] == pytest.approx(
         float((both["residual"] - both["of_advantage"]).abs().mean()), rel=1e-5
@@ -355,29 +357,29 @@ def test_pooled_steps_count_prompts_apart(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "step", "settings", "message"),
+    ("name", "batch", "settings", "message"),
     [
-        ("counterfactual", 7, {}, "no checkpoint of step 7 \\(steps with both: 0, 1\\)"),
+        ("counterfactual", 7, {}, "no checkpoint of batch 7 \\(batches with both: 0, 1\\)"),
         ("flip", 1, {}, "unknown probe 'flip'. Did you mean 'flips'"),
         ("value", 1, {"pair": 3}, "unknown setting 'pair'. Did you mean 'pairs'"),
         ("value", 1, {"pairs": "many"}, "pairs must be a whole number"),
-        ("flips", 7, {}, "no ledger table of step 7 \\(there are: 0, 1\\)"),
+        ("flips", 7, {}, "no ledger table of batch 7 \\(there are: 0, 1\\)"),
     ],
 )
 def test_bad_input_is_one_line(
-    name: str, step: int, settings: dict, message: str, run: Path
+    name: str, batch_number: int, settings: dict, message: str, run: Path
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        run_probe(run, name, step, settings)
+        run_probe(run, name, batch_number, settings)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("drift", "covers the run up to its step already"),
+        ("drift", "covers the run up to its batch already"),
         ("taxes", "Did you mean 'tax'"),
-        ("value", "was not run at any step yet"),
+        ("value", "was not run at any batch yet"),
     ],
 )
 def test_nothing_to_pool(name: str, message: str, tmp_path: Path) -> None:
@@ -388,8 +390,8 @@ def test_nothing_to_pool(name: str, message: str, tmp_path: Path) -> None:
 def test_missing_column_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
-    pd.read_parquet(run / "tokens" / "step_000001.parquet").drop(columns="is_flip").to_parquet(
-        tmp_path / "tokens" / "step_000001.parquet"
+    pd.read_parquet(run / "tokens" / "batch_000001.parquet").drop(columns="is_flip").to_parquet(
+        tmp_path / "tokens" / "batch_000001.parquet"
     )
     with pytest.raises(ValueError, match="no column 'is_flip'"):
         run_probe(tmp_path, "flips", 1)

@@ -21,7 +21,7 @@ from helpers.probe_run import small_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return small_run(tmp_path_factory.mktemp("replay") / "run", num_steps=1, ledger_every=0)
+    return small_run(tmp_path_factory.mktemp("replay") / "run", num_batches=1, ledger_every=0)
 
 
 def test_a_method_with_itself(run: Path) -> None:
@@ -75,13 +75,15 @@ def test_credits_are_those_of_the_method(run: Path) -> None:
 def test_replay_restores_between_methods(run: Path, monkeypatch) -> None:
     scene = open_scene(run, 0)
     before = snapshot(scene.policy.model, scene.optimizer)
-    monkeypatch.setattr("counterpoise.probes.replay.open_scene", lambda run_dir, step: scene)
+    monkeypatch.setattr(
+        "counterpoise.probes.replay.open_scene", lambda run_dir, batch_number: scene
+    )
     replay(run, 0, ["dapo", "nsr"], apply=True)
     after = snapshot(scene.policy.model, scene.optimizer)
     assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
     assert (
         after.slots == before.slots == [None] * len(before.slots)
-    )  # no optimizer state before the first step, none afterwards
+    )  # no optimizer state before the first batch, none afterwards
 
 
 def test_correlation_by_hand() -> None:
@@ -95,17 +97,19 @@ def test_correlation_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "methods", "message"),
+    ("batch", "methods", "message"),
     [
         (0, ["dapo", "dapo"], "named twice"),
         (0, ["dappo"], "Did you mean 'dapo'"),
         (0, ["[dapo]"], "expected a name, or a mapping with name"),
-        (5, ["dapo"], "no checkpoint of step 5"),
+        (5, ["dapo"], "no checkpoint of batch 5"),
     ],
 )
-def test_bad_input_is_one_line(step: int, methods: list[str], message: str, run: Path) -> None:
+def test_bad_input_is_one_line(
+    batch_number: int, methods: list[str], message: str, run: Path
+) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        replay(run, step, methods)
+        replay(run, batch_number, methods)
     assert "\n" not in str(error.value)
 
 

@@ -16,7 +16,7 @@ from helpers.strategies import ragged_batches
 
 @st.composite
 def steps_of(draw):
-    """A step's mask, credit (with zeros) and advantage (with zeros)."""
+    """A update's mask, credit (with zeros) and advantage (with zeros)."""
     batch = draw(ragged_batches())
     n, t = batch.mask_NT.shape
     advantage_N = torch.tensor(
@@ -43,9 +43,9 @@ def steps_of(draw):
     ],
 )
 @settings(max_examples=40, deadline=None)
-@given(step=steps_of())
-def test_reduction_twin(name, params, step):
-    mask_NT, credit_NT, advantage_N = step
+@given(update=steps_of())
+def test_reduction_twin(name, params, update):
+    mask_NT, credit_NT, advantage_N = update
     lengths = mask_NT.sum(1).tolist()
     expected_NT = torch.zeros_like(credit_NT)
     for i, row in enumerate(
@@ -61,7 +61,7 @@ def test_reduction_twin(name, params, step):
 @pytest.mark.parametrize("name", list(REDUCTIONS))
 @pytest.mark.parametrize("count", [None, "credited"])
 def test_reductions_pool_over_ranks(name, count):
-    """Ranks of 2, 0 and 1 rows: the denominators are those of the whole step."""
+    """Ranks of 2, 0 and 1 rows: the denominators are those of the whole update."""
     mask_NT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     advantage_N = torch.tensor([1.0, -1.0, -2.0], dtype=torch.float64)
     credit_NT = (
@@ -108,9 +108,9 @@ def test_empty_cases_are_zero():
 
 
 def test_constant_length_prefers_its_parameter_then_the_limit_then_the_longest():
-    step = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2), torch.ones(2)
+    update = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2), torch.ones(2)
     first = [
-        float(REDUCTIONS["constant_length"](*step, **params)[0, 0])
+        float(REDUCTIONS["constant_length"](*update, **params)[0, 0])
         for params in ({"length": 5, "max_length": 4}, {"max_length": 4}, {})
     ]
     assert first == pytest.approx([1 / 10, 1 / 8, 1 / 4])

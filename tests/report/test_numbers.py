@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
         ("delta", 1, 1.6),
         ("delta", 2, 1.6),
     ]
-    settings = {"num_steps": 4, "prompts": 2, "group_size": 4, "ledger_every": 2, "eval_every": 2}
+    settings = {"num_batches": 4, "prompts": 2, "group_size": 4, "ledger_every": 2, "eval_every": 2}
     return [
         open_run(
             make_run(root / f"{method}-{seed}", method=method, seed=seed, gain=gain, **settings)
@@ -110,7 +110,7 @@ def test_runs_group_by_configuration_over_seeds(runs):
 
 
 def test_runs_that_differ_by_what_is_written_or_how_a_step_is_cut_are_one_method(tmp_path):
-    small = {"num_steps": 1, "prompts": 1, "group_size": 2, "eval_every": 0}
+    small = {"num_batches": 1, "prompts": 1, "group_size": 2, "eval_every": 0}
     paths = [make_run(tmp_path / f"{k}", seed=k, ledger_every=k, **small) for k in range(2)]
     config = yaml.safe_load((paths[1] / "config.yaml").read_text())
     config["optimizer"]["token_budget"] = 4096
@@ -121,7 +121,7 @@ def test_runs_that_differ_by_what_is_written_or_how_a_step_is_cut_are_one_method
 
 
 def test_labels_name_what_sets_equal_methods_apart(tmp_path):
-    small = {"num_steps": 1, "prompts": 1, "group_size": 2, "ledger_every": 0, "eval_every": 0}
+    small = {"num_batches": 1, "prompts": 1, "group_size": 2, "ledger_every": 0, "eval_every": 0}
     paths = [
         make_run(tmp_path / f"{k}", lr=lr, seed=k, **small)
         for k, lr in enumerate((1e-5, 1e-5, 3e-5))
@@ -135,7 +135,7 @@ def test_a_curve_is_the_file(runs):
     got = curve(grouped(runs[:1])[0], "reward/mean")
     assert got is not None and got.interval == ""
     assert got.mean.tolist() == [row["reward/mean"] for row in rows]
-    assert got.step.tolist() == [row["step"] for row in rows]
+    assert got.batch.tolist() == [row["batch"] for row in rows]
 
 
 def test_an_evaluation_keeps_its_own_interval_alone_and_students_over_seeds(runs):
@@ -151,7 +151,7 @@ def test_an_evaluation_keeps_its_own_interval_alone_and_students_over_seeds(runs
 
 
 def test_flip_rates_are_those_of_a_loop(runs, tokens):
-    table = pd.read_parquet(runs[3].path / "tokens" / "step_000002.parquet")
+    table = pd.read_parquet(runs[3].path / "tokens" / "batch_000002.parquet")
     for row in credit_numbers.flip_rates(tokens):
         flips = [
             flip
@@ -210,9 +210,11 @@ def test_steps_and_tokens_to_a_threshold(runs):
     run = runs[3]
     threshold = run.evals[1]["eval/accuracy"]
     reach = comparison(grouped([run, runs[0]]), threshold=threshold).lines[0].reach
-    want = next(row["step"] for row in run.evals if row["eval/accuracy"] >= threshold)
-    assert reach.steps.mean == want
-    assert reach.tokens.mean == run.metrics["rollouts/num_tokens"][run.metrics["step"] < want].sum()
+    want = next(row["batch"] for row in run.evals if row["eval/accuracy"] >= threshold)
+    assert reach.batches.mean == want
+    assert (
+        reach.tokens.mean == run.metrics["rollouts/num_tokens"][run.metrics["batch"] < want].sum()
+    )
     assert comparison(grouped([run, runs[0]]), threshold=2.0).lines[0].reach.reached == 0
 
 

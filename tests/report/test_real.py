@@ -16,8 +16,8 @@ from counterpoise.report.ledger_numbers import ledger_rows
 from counterpoise.report.page import content, write_report
 from counterpoise.run.read import open_run
 from counterpoise.text import with_interval
-from counterpoise.viewer.data import step_info
-from counterpoise.viewer.tokens import open_step
+from counterpoise.viewer.data import batch_info
+from counterpoise.viewer.tokens import open_batch
 from helpers import browser_fixtures as shared
 from helpers.browser_fixtures import NEEDS_CHROMIUM, as_shown, inspected, opened, served, settled
 
@@ -26,10 +26,10 @@ DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 SHORT = [
     *(
         "method.name=delta",
-        "num_steps=2",
+        "num_batches=2",
         "rollouts.prompts=3",
         "rollouts.group_size=6",
-        "optimizer.steps_per_batch=2",
+        "optimizer.updates_per_batch=2",
     ),
     *("optimizer.warmup=0", "eval.every=2", "eval.prompts=8", "ledger.every=1", "trackers=[]"),
 ]
@@ -80,7 +80,7 @@ def address(run_dir):
 
 @pytest.fixture(scope="module")
 def table(run_dir):
-    return pd.read_parquet(run_dir / "tokens" / "step_000001.parquet").sort_values(
+    return pd.read_parquet(run_dir / "tokens" / "batch_000001.parquet").sort_values(
         ["group", "rollout", "position"]
     )
 
@@ -109,7 +109,7 @@ def test_the_method_is_told_on_its_six_axes(run_dir):
 def test_numbers_over_time_are_the_ledgers_own(run_dir, metrics):
     run, seen = open_run(run_dir), set()
     for row in metrics:
-        for name, rows in ledger_rows(run, row["step"]).items():
+        for name, rows in ledger_rows(run, row["batch"]).items():
             for found in rows:
                 if found.count:
                     assert found.value.mean == pytest.approx(
@@ -123,7 +123,7 @@ def test_numbers_over_time_are_the_ledgers_own(run_dir, metrics):
 
 def test_changes_are_the_ledgers_own(run_dir, metrics):
     for row in metrics:
-        pair = credit_numbers.tokens_of(open_run(run_dir), row["step"])
+        pair = credit_numbers.tokens_of(open_run(run_dir), row["batch"])
         assert pair is not None
         for sign, shares in credit_numbers.change_shares(pair[1]).items():
             for share in shares:
@@ -133,7 +133,7 @@ def test_changes_are_the_ledgers_own(run_dir, metrics):
 
 def test_prediction_and_cancellation_are_the_ledgers_own(run_dir, metrics):
     for row in metrics:
-        pair = credit_numbers.tokens_of(open_run(run_dir), row["step"])
+        pair = credit_numbers.tokens_of(open_run(run_dir), row["batch"])
         assert pair is not None
         seen = credit_numbers.prediction(pair[1])
         assert seen is not None and seen.correlation.mean == pytest.approx(
@@ -145,7 +145,7 @@ def test_prediction_and_cancellation_are_the_ledgers_own(run_dir, metrics):
 
 
 def test_the_viewer_has_every_colour(run_dir):
-    info = step_info(open_step(open_run(run_dir), 1))
+    info = batch_info(open_batch(open_run(run_dir), 1))
     assert {column["name"] for column in info["columns"] if column["kind"] != "none"} >= COLOURS
     assert info["problems"] == [] and info["source"] == "tokens"
     assert all(group["prompt"] and group["answer"] for group in info["groups"])
@@ -179,7 +179,7 @@ def test_every_section_of_the_report(page, run_dir, metrics):
             f"{label} advantage {with_interval(*value)}"
             in page.locator("#chart-flips .keys").inner_text()
         )
-    rollouts = pd.read_parquet(run_dir / "rollouts" / "step_000001.parquet").set_index("rollout")
+    rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000001.parquet").set_index("rollout")
     for sample in page.locator(".rollout").all():
         number = int(sample.locator(".meta").inner_text().split()[1])
         assert sample.locator("pre").inner_text().removesuffix("<eos>") == rollouts["text"][number]
@@ -190,7 +190,7 @@ def test_every_section_of_the_report(page, run_dir, metrics):
 @pytest.mark.browser
 @NEEDS_CHROMIUM[1]
 def test_colours_hover_and_every_number_of_a_token(page, address, table):
-    opened(page, address, "#step=1&prompt=0")
+    opened(page, address, "#batch=1&prompt=0")
     names = page.locator("#colour option").evaluate_all("options => options.map(o => o.value)")
     assert set(names) >= COLOURS
     for name in names:
@@ -209,7 +209,7 @@ def test_colours_hover_and_every_number_of_a_token(page, address, table):
     want = {
         name: value
         for name, value in rows.iloc[5].items()
-        if name not in ("step", "group", "rollout", "text")
+        if name not in ("batch", "group", "rollout", "text")
     }
     assert len(values) == len(want)
     for name, value in want.items():
@@ -220,7 +220,7 @@ def test_colours_hover_and_every_number_of_a_token(page, address, table):
 @NEEDS_CHROMIUM[1]
 def test_click_keyboard_and_deep_link(browser, page, address, table):
     prompt = table.groupby("group")["is_flip"].sum().idxmax()
-    opened(page, address, f"#step=1&prompt={prompt}&colour=coupling")
+    opened(page, address, f"#batch=1&prompt={prompt}&colour=coupling")
     rows = table[table["group"] == prompt].reset_index(drop=True)
     page.locator(".t[data-i='3']").click()
     page.wait_for_selector(".twins.list")
@@ -244,8 +244,8 @@ def test_click_keyboard_and_deep_link(browser, page, address, table):
     move, other = ("j", prompt + 1) if prompt == 0 else ("k", prompt - 1)
     for key, wanted in (
         (move, f"prompt={other}"),
-        ("[", "step=0"),
-        ("]", "step=1"),
+        ("[", "batch=0"),
+        ("]", "batch=1"),
         ("a", "layout=aligned"),
         ("x", "flips=1"),
     ):

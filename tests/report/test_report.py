@@ -25,7 +25,7 @@ from counterpoise.report.page import _data, content, digest, render, write_repor
 from counterpoise.run.read import open_run
 from helpers.make_run import HOSTILE, make_run
 
-SMALL = {"num_steps": 6, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 2}
+SMALL = {"num_batches": 6, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 2}
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff]"
 )
@@ -101,7 +101,7 @@ def figure(page, name):
 def test_curves_on_the_page_are_the_metrics(page, run_dir, name, key):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (trace,) = figure(page, name)["data"]
-    assert values(trace["x"]) == [row["step"] for row in rows]
+    assert values(trace["x"]) == [row["batch"] for row in rows]
     assert values(trace["y"]) == [row[key] for row in rows]
 
 
@@ -125,8 +125,8 @@ def test_the_flips_on_the_page_are_those_of_the_tokens(page, run_dir):
     traces = [trace for trace in figure(page, "flips")["data"] if trace["mode"] == "lines+markers"]
     for trace in traces:
         sign = 1 if trace["name"].startswith("positive") else -1
-        for step, rate in zip(values(trace["x"]), values(trace["y"])):
-            table = pd.read_parquet(run_dir / "tokens" / f"step_{step:06d}.parquet")
+        for batch, rate in zip(values(trace["x"]), values(trace["y"])):
+            table = pd.read_parquet(run_dir / "tokens" / f"batch_{batch:06d}.parquet")
             assert rate == pytest.approx(table["is_flip"][table["sign"] == sign].mean())
     assert len(traces) == 2
 
@@ -134,10 +134,10 @@ def test_the_flips_on_the_page_are_those_of_the_tokens(page, run_dir):
 def test_the_plan_on_the_page_is_that_of_the_file(run_dir):
     found = content([open_run(run_dir)])
     assert found.details[0].plan is not None
-    step, table = found.details[0].plan
-    rollouts = pd.read_parquet(run_dir / "rollouts" / f"step_{step:06d}.parquet")
+    batch, table = found.details[0].plan
+    rollouts = pd.read_parquet(run_dir / "rollouts" / f"batch_{batch:06d}.parquet")
     for row, part in zip(
-        table.rows, json.loads((run_dir / "plan" / f"step_{step:06d}.json").read_text())["rows"]
+        table.rows, json.loads((run_dir / "plan" / f"batch_{batch:06d}.json").read_text())["rows"]
     ):
         assert row[1] == str(len(part))
         assert row[2] == str(rollouts.iloc[part]["group"].nunique())
@@ -147,7 +147,7 @@ def test_the_plan_on_the_page_is_that_of_the_file(run_dir):
 
 def test_samples_are_coloured_by_credit(run_dir):
     found = content([open_run(run_dir)])
-    table = pd.read_parquet(run_dir / "tokens" / "step_000004.parquet")
+    table = pd.read_parquet(run_dir / "tokens" / "batch_000004.parquet")
     limit = np.quantile(table["advantages"].abs(), 0.98)
     for prompt in found.details[0].samples:
         for sample in prompt.samples:
@@ -170,7 +170,7 @@ def test_samples_under_uniform_credit_are_coloured_by_the_change(tmp_path):
     assert {prompt.coloured_by for prompt in found.details[0].samples} == {
         "the change of their log-prob"
     }
-    table = pd.read_parquet(path / "tokens" / "step_000004.parquet")
+    table = pd.read_parquet(path / "tokens" / "batch_000004.parquet")
     sample = found.details[0].samples[0].samples[0]
     rows, limit = table[table["rollout"] == sample.rollout], np.quantile(table["delta"].abs(), 0.98)
     assert [token.css[2] for token in sample.tokens if token.css != "d-0"] == [
@@ -256,7 +256,7 @@ def test_report_command(run_dir, tmp_path):
 
 
 def test_compare_command(tmp_path):
-    small = {"num_steps": 2, "prompts": 2, "group_size": 4, "ledger_every": 0, "eval_every": 1}
+    small = {"num_batches": 2, "prompts": 2, "group_size": 4, "ledger_every": 0, "eval_every": 1}
     paths = [
         make_run(tmp_path / f"{name}-{seed}", method=name, seed=seed, **small)
         for name in ("grpo", HOSTILE[5], HOSTILE[9])
@@ -284,7 +284,7 @@ def test_errors_print_no_escapes_of_the_files(tmp_path, capsys, monkeypatch):
     """
     from counterpoise.cli import main
 
-    small = {"num_steps": 1, "prompts": 1, "group_size": 2, "ledger_every": 0, "eval_every": 1}
+    small = {"num_batches": 1, "prompts": 1, "group_size": 2, "ledger_every": 0, "eval_every": 1}
     paths = [
         make_run(tmp_path / f"{k}", method=name, **small)
         for k, name in enumerate((HOSTILE[5], HOSTILE[6]))
@@ -303,16 +303,16 @@ def test_errors_print_no_escapes_of_the_files(tmp_path, capsys, monkeypatch):
 
 
 def test_view_command_exports(run_dir, tmp_path):
-    done = command(view, run_dir, "--export", tmp_path / "out", "--step", 2, "--prompts", 1)
+    done = command(view, run_dir, "--export", tmp_path / "out", "--batch", 2, "--prompts", 1)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "index.html").is_file()
-    wrong = command(view, run_dir, "--step", 2)
+    wrong = command(view, run_dir, "--batch", 2)
     assert isinstance(wrong.exception, ValueError) and "go with --export" in str(wrong.exception)
 
 
 def test_import_command(tmp_path):
     row = {
-        "step": 0,
+        "batch": 0,
         "token_ids": [1, 2, 3],
         "loss_mask": [False, True, True],
         "advantages": [0.0, 1.0, 1.0],
@@ -321,6 +321,6 @@ def test_import_command(tmp_path):
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
     done = command(import_, "prime-rl", tmp_path / "rank_0.jsonl", "--out", tmp_path / "run")
     assert "1 rollouts of 1 step(s)" in done.stdout
-    assert pd.read_parquet(tmp_path / "run" / "tokens" / "step_000000.parquet")[
+    assert pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000000.parquet")[
         "token_ids"
     ].tolist() == [2, 3]

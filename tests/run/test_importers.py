@@ -17,8 +17,8 @@ import torch
 from counterpoise.report.page import content, render
 from counterpoise.run.importers.convert import import_run
 from counterpoise.run.read import open_run
-from counterpoise.viewer.data import step_info
-from counterpoise.viewer.tokens import open_step
+from counterpoise.viewer.data import batch_info
+from counterpoise.viewer.tokens import open_batch
 
 PROMPT, GOOD, BAD = [5, 6], [7, 8, 9], [7, 4]
 
@@ -39,7 +39,7 @@ def prime_rl_row(response, reward, advantage, **more):
     size, mask = len(PROMPT) + len(response), [False] * len(PROMPT) + [True] * len(response)
     return {
         "schema_version": 1,
-        "step": 3,
+        "batch": 3,
         "export_step": 3,
         "rank": 0,
         "micro_step": 0,
@@ -65,7 +65,7 @@ def prime_rl_row(response, reward, advantage, **more):
 
 @pytest.fixture
 def prime_rl_dump(tmp_path):
-    folder = tmp_path / "token_exports" / "step_3"
+    folder = tmp_path / "token_exports" / "batch_3"
     folder.mkdir(parents=True)
     rows = [prime_rl_row(GOOD, 1.0, 0.7), prime_rl_row(BAD, 0.0, -0.7)]
     (folder / "rank_0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -75,7 +75,7 @@ def prime_rl_dump(tmp_path):
 def test_prime_rl(prime_rl_dump, tokenizer, tmp_path):
     out = tmp_path / "run"
     assert import_run("prime-rl", prime_rl_dump, out, tokenizer=tokenizer) == {3: 2}
-    tokens = pd.read_parquet(out / "tokens" / "step_000003.parquet")
+    tokens = pd.read_parquet(out / "tokens" / "batch_000003.parquet")
     assert tokens["token_ids"].tolist() == GOOD + BAD
     assert tokens["text"].tolist() == [" five", " plus", " one", " five", " six"]
     assert tokens["advantages"].tolist() == [0.7] * 3 + [-0.7] * 2
@@ -86,7 +86,7 @@ def test_prime_rl(prime_rl_dump, tokenizer, tmp_path):
     assert tokens["confidence"].iloc[0] == pytest.approx(math.exp(-0.3))
     assert tokens["importance_ratio"].tolist() == pytest.approx([math.exp(0.01)] * 5)
     assert tokens["is_clipped"].tolist() == [False, False, True, False, True]
-    rollouts = pd.read_parquet(out / "rollouts" / "step_000003.parquet")
+    rollouts = pd.read_parquet(out / "rollouts" / "batch_000003.parquet")
     assert rollouts["group"].tolist() == [0, 0]
     assert rollouts["prompt"].tolist() == ["what is"] * 2
     assert rollouts["text"].tolist() == [" five plus one", " five six"]
@@ -98,7 +98,7 @@ def test_tokens_outside_the_loss_stay_and_are_marked(tmp_path):
     row["loss_mask"] = [False, False, True, False, True]
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
     import_run("prime-rl", tmp_path / "rank_0.jsonl", tmp_path / "run")
-    tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "step_000003.parquet")
+    tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000003.parquet")
     assert tokens["loss_mask"].tolist() == [True, False, True]
     assert tokens["token_ids"].tolist() == GOOD
 
@@ -130,13 +130,13 @@ def test_nemo_rl(tmp_path, is_wrapped):
     )
     out = tmp_path / "run"
     assert import_run("nemo-rl", tmp_path, out) == {12: 2}
-    tokens = pd.read_parquet(out / "tokens" / "step_000012.parquet")
+    tokens = pd.read_parquet(out / "tokens" / "batch_000012.parquet")
     assert tokens["token_ids"].tolist() == GOOD + BAD
     assert tokens["inference_logprobs"].tolist() == pytest.approx([-0.2, -0.4, -0.6, -0.2, -0.4])
     assert tokens["importance_ratio"].tolist() == pytest.approx([math.exp(-0.01)] * 5)
     assert tokens["advantage"].tolist() == [0.5] * 3 + [-0.5] * 2
     # without a tokenizer ids are shown
-    assert step_info(open_step(open_run(out), 12))["texts"][0] == "⟨4⟩"
+    assert batch_info(open_batch(open_run(out), 12))["texts"][0] == "⟨4⟩"
 
 
 def test_slime(tmp_path):
@@ -155,13 +155,13 @@ def test_slime(tmp_path):
     torch.save({"rollout_id": 5, "rank": 0, "rollout_data": data}, tmp_path / "5_0.pt")
     out = tmp_path / "run"
     assert import_run("slime", tmp_path, out) == {5: 2}
-    rollouts = pd.read_parquet(out / "rollouts" / "step_000005.parquet")
+    rollouts = pd.read_parquet(out / "rollouts" / "batch_000005.parquet")
     assert rollouts["reward"].tolist() == [1.0, 0.0]
     assert rollouts["advantage"].tolist() == pytest.approx([0.7, -0.7])
     assert rollouts["stop_reason"].tolist() == ["stop", "length"]
     assert [list(ids) for ids in rollouts["token_ids"]] == [GOOD, BAD]
     assert [list(ids) for ids in rollouts["prompt_ids"]] == [PROMPT, PROMPT]
-    tokens = pd.read_parquet(out / "tokens" / "step_000005.parquet")
+    tokens = pd.read_parquet(out / "tokens" / "batch_000005.parquet")
     assert tokens["inference_logprobs"].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.1, -0.9])
     assert tokens["advantages"].tolist() == pytest.approx([0.7] * 3 + [-0.7] * 2)
 
@@ -185,7 +185,7 @@ def test_slime_unpickles_nothing_but_tensors_and_plain_values(tmp_path, capsys):
 
 def write_completions(path, **more):
     columns = {
-        "step": [4, 4],
+        "batch": [4, 4],
         "prompt": ["what is", "what is"],
         "completion": ["five plus one", "six"],
         "accuracy_reward": [1.0, 0.0],
@@ -199,7 +199,7 @@ def test_trl_by_words(tmp_path):
     write_completions(tmp_path / "completions_00004.parquet")
     out = tmp_path / "run"
     assert import_run("trl", tmp_path, out) == {4: 2}
-    tokens = pd.read_parquet(out / "tokens" / "step_000004.parquet")
+    tokens = pd.read_parquet(out / "tokens" / "batch_000004.parquet")
     assert tokens["text"].tolist() == ["five", " plus", " one", "six"]
     assert tokens["reward"].tolist() == [1.5, 1.5, 1.5, 0.5]
     assert tokens["advantage"].tolist() == [0.7, 0.7, 0.7, -0.7]
@@ -223,7 +223,7 @@ def test_trl_with_a_tokenizer_messages_and_a_chosen_reward(tmp_path, tokenizer):
         tokenizer=tokenizer,
         rewards=["accuracy_reward"],
     )
-    tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "step_000004.parquet")
+    tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000004.parquet")
     assert tokens["token_ids"].tolist() == [7, 8, 9, 4]
     assert tokens["text"].tolist() == [" five", " plus", " one", " six"]
     assert tokens["reward"].tolist() == [1.0, 1.0, 1.0, 0.0]
@@ -237,7 +237,7 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
         "prime-rl", prime_rl_dump, tmp_path / "run", tokenizer=tokenizer, categories=categories
     )
     run = open_run(tmp_path / "run")
-    info = step_info(open_step(run, 3))
+    info = batch_info(open_batch(run, 3))
     assert {"advantages", "entropy", "confidence", "category"} <= {
         c["name"] for c in info["columns"] if c["kind"] != "none"
     }
@@ -261,12 +261,12 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
         ("{", "line 1 is not JSON"),
         ("[1]", "line 1 must be an object"),
         ('{"token_ids": [1]}', "has no loss_mask"),
-        ('{"step": 1, "token_ids": [1], "loss_mask": [false]}', "holds no token"),
+        ('{"batch": 1, "token_ids": [1], "loss_mask": [false]}', "holds no token"),
         (
-            '{"step": 1, "token_ids": [1, 2], "loss_mask": [false, true], "entropy": [0.1]}',
+            '{"batch": 1, "token_ids": [1, 2], "loss_mask": [false, true], "entropy": [0.1]}',
             "entropy must be a list of 2 values, got 1",
         ),
-        ('{"token_ids": [1], "loss_mask": [true]}', "step must be a whole number, got None"),
+        ('{"token_ids": [1], "loss_mask": [true]}', "batch must be a whole number, got None"),
         ("", "no rollouts with tokens"),
     ],
 )

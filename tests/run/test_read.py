@@ -18,12 +18,12 @@ import pytest
 from counterpoise.report.page import content, render, write_report
 from counterpoise.run.read import open_run, read_columns
 from counterpoise.run.tables import load_run
-from counterpoise.viewer.data import step_info
-from counterpoise.viewer.tokens import open_step
+from counterpoise.viewer.data import batch_info
+from counterpoise.viewer.tokens import open_batch
 from counterpoise.viewer.vocabulary import tokenizer_file
 from helpers.make_run import make_run
 
-SMALL = {"num_steps": 3, "prompts": 2, "group_size": 4, "ledger_every": 1, "eval_every": 2}
+SMALL = {"num_batches": 3, "prompts": 2, "group_size": 4, "ledger_every": 1, "eval_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,14 @@ def test_a_whole_run_has_no_problems(whole):
 
 
 def test_a_truncated_table_is_named_and_an_earlier_one_shown(run_dir):
-    file = run_dir / "tokens" / "step_000002.parquet"
+    file = run_dir / "tokens" / "batch_000002.parquet"
     file.write_bytes(file.read_bytes()[:100])
     found = content([open_run(run_dir)])
-    assert any("tokens/step_000002.parquet cannot be read" in problem for problem in found.problems)
-    assert found.details[0].tops.step == 1
-    assert "tokens/step_000002.parquet cannot be read" in render(found)
+    assert any(
+        "tokens/batch_000002.parquet cannot be read" in problem for problem in found.problems
+    )
+    assert found.details[0].tops.batch == 1
+    assert "tokens/batch_000002.parquet cannot be read" in render(found)
 
 
 def test_missing_columns_leave_their_charts_out(run_dir):
@@ -78,7 +80,7 @@ def test_columns_of_other_types_do_not_stop_the_page(run_dir):
 def test_a_schema_from_the_future_is_said_and_shown(run_dir):
     manifest = json.loads((run_dir / "manifest.json").read_text())
     (run_dir / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 99}))
-    file = run_dir / "tokens" / "step_000002.parquet"
+    file = run_dir / "tokens" / "batch_000002.parquet"
     table = pq.read_table(file).append_column(
         "thought_quality", pa.array([0.5] * pq.read_metadata(file).num_rows)
     )
@@ -86,14 +88,14 @@ def test_a_schema_from_the_future_is_said_and_shown(run_dir):
     found = content([open_run(run_dir)])
     assert any("manifest.json has schema version 99" in problem for problem in found.problems)
     assert any(
-        "tokens/step_000002.parquet has schema version 99" in problem for problem in found.problems
+        "tokens/batch_000002.parquet has schema version 99" in problem for problem in found.problems
     )
-    assert found.cards["ledger"] and found.details[0].tops.step == 2
+    assert found.cards["ledger"] and found.details[0].tops.batch == 2
 
 
 def test_a_line_cut_by_a_crash_is_no_problem_and_a_broken_one_is(run_dir):
     metrics = run_dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 3, "reward/me')
+    metrics.write_text(metrics.read_text() + '{"batch": 3, "reward/me')
     assert open_run(run_dir).problems == []
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([lines[0], "not json", *lines[1:3]]) + "\n")
@@ -101,7 +103,7 @@ def test_a_line_cut_by_a_crash_is_no_problem_and_a_broken_one_is(run_dir):
     assert run.problems == [
         "metrics.jsonl: 1 broken line(s), first at line 2; the others are shown."
     ]
-    assert run.metrics["step"].tolist() == [0, 1, 2]
+    assert run.metrics["batch"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json", "metrics.jsonl"])
@@ -140,9 +142,9 @@ def test_small_files_may_hold_any_values(run_dir, odd):
     )
     for name in ("metrics.jsonl", "evals.jsonl", "timing.jsonl"):
         rows = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-        odd_rows = [{**dict.fromkeys(rows[-1], odd), "step": 3}, dict.fromkeys(rows[-1], odd)]
+        odd_rows = [{**dict.fromkeys(rows[-1], odd), "batch": 3}, dict.fromkeys(rows[-1], odd)]
         (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in [*rows, *odd_rows]))
-    (run_dir / "plan" / "step_000002.json").write_text(json.dumps({"rows": [[odd]]}))
+    (run_dir / "plan" / "batch_000002.json").write_text(json.dumps({"rows": [[odd]]}))
     found = content([open_run(run_dir)])
     assert found.cards["ledger"] and found.cards["learning"]
     render(found)
@@ -160,9 +162,9 @@ def test_small_files_may_hold_any_values(run_dir, odd):
             "tokenizer.json",
         ),
         *(
-            "tokens/step_000002.parquet",
-            "rollouts/step_000002.parquet",
-            "plan/step_000002.json",
+            "tokens/batch_000002.parquet",
+            "rollouts/batch_000002.parquet",
+            "plan/batch_000002.json",
             "tokens",
             "rollouts",
             "plan",
@@ -187,8 +189,8 @@ def test_links_out_of_the_folder_are_not_followed(run_dir, tmp_path, monkeypatch
         )
     run = open_run(run_dir)
     content([run])
-    for step in run.steps("rollouts"):
-        step_info(open_step(run, step))
+    for batch in run.batches("rollouts"):
+        batch_info(open_batch(run, batch))
     assert tokenizer_file(run) == (None if name == "tokenizer.json" else run_dir / "tokenizer.json")
     of_run = [file for file in opened if tmp_path in file.parents]
     assert len(of_run) > 5 and not [
@@ -210,7 +212,7 @@ def test_the_notebook_door_opens_with_polars(whole):
     assert isinstance(run.tokens(1), polars.DataFrame)
     assert (
         run.tokens(1)["delta"].to_list()
-        == pd.read_parquet(whole / "tokens" / "step_000001.parquet")["delta"].tolist()
+        == pd.read_parquet(whole / "tokens" / "batch_000001.parquet")["delta"].tolist()
     )
     assert run.rollouts(0)["text"].to_list() == load_run(whole).rollouts(0)["text"].tolist()
     assert run.metrics["reward/mean"].to_list() == load_run(whole).metrics["reward/mean"].tolist()
@@ -246,7 +248,7 @@ def test_row_groups_that_cannot_match_are_not_read(tmp_path):
 
 def test_the_notebook_door_gives_the_files(whole):
     run = load_run(whole)
-    tokens = pd.read_parquet(whole / "tokens" / "step_000001.parquet")
+    tokens = pd.read_parquet(whole / "tokens" / "batch_000001.parquet")
     pd.testing.assert_frame_equal(run.tokens(1), tokens)
     assert len(run.tokens()) == sum(
         len(pd.read_parquet(file)) for file in (whole / "tokens").iterdir()
@@ -259,7 +261,7 @@ def test_the_notebook_door_gives_the_files(whole):
         == json.loads((whole / "evals.jsonl").read_text().splitlines()[0])["reward_PK"]
     )
     assert run.rollouts(0, ["reward", "text"]).columns.tolist() == ["text", "reward"]
-    with pytest.raises(ValueError, match="no tokens of step 77"):
+    with pytest.raises(ValueError, match="no tokens of batch 77"):
         run.tokens(77)
     with pytest.raises(ValueError, match="engine must be"):
         load_run(whole, engine="excel")  # pyright: ignore[reportArgumentType]
@@ -272,28 +274,28 @@ def test_the_page_lies_in_the_run_or_beside_several(whole, run_dir):
 
 def test_a_step_that_is_not_there_is_named(whole):
     with pytest.raises(
-        ValueError, match=r"no run has tokens or rollouts of step 7. Steps with tokens: \[0, 1, 2\]"
+        ValueError,
+        match=r"no run has tokens or rollouts of batch 7. Updates with tokens: \[0, 1, 2\]",
     ):
-        content([open_run(whole)], step=7)
-    assert content([open_run(whole)], step=1).details[0].tops.step == 1
+        content([open_run(whole)], batch=7)
+    assert content([open_run(whole)], batch=1).details[0].tops.batch == 1
 
 
 def test_report_modules_import_without_torch():
     script = """
-import sys, types, pkgutil, importlib
-from pathlib import Path
-root = Path(sys.argv[1])
-package = types.ModuleType("counterpoise"); package.__path__ = [str(root)]; sys.modules["counterpoise"] = package
+import sys, pkgutil, importlib
 sys.modules["torch"] = None
-import counterpoise.report
-names = [m.name for m in pkgutil.iter_modules(counterpoise.report.__path__)]
-for name in names: importlib.import_module(f"counterpoise.report.{name}")
-import counterpoise.run.tables, counterpoise.report.plot
+names = []
+for subject in ("report", "viewer"):
+    package = importlib.import_module(f"counterpoise.{subject}")
+    for module in pkgutil.walk_packages(package.__path__, f"counterpoise.{subject}."):
+        importlib.import_module(module.name)
+        names.append(module.name)
+import counterpoise.run.tables
 print(len(names))
 """
-    root = Path(sys.modules["counterpoise.run.read"].__file__ or "").parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10

@@ -14,10 +14,10 @@ from helpers.make_run import make_run
 
 def test_load_run_and_plot_hang_on_the_package(tmp_path):
     path = make_run(
-        tmp_path / "run", num_steps=2, prompts=2, group_size=4, ledger_every=1, eval_every=1
+        tmp_path / "run", num_batches=2, prompts=2, group_size=4, ledger_every=1, eval_every=1
     )
-    table = pd.read_parquet(path / "tokens" / "step_000001.parquet")
-    assert cp.load_run(path).tokens(step=1)["delta"].tolist() == table["delta"].tolist()
+    table = pd.read_parquet(path / "tokens" / "batch_000001.parquet")
+    assert cp.load_run(path).tokens(batch=1)["delta"].tolist() == table["delta"].tolist()
     assert cp.plot.flips(path).layout.title.text == "Flips"
     assert {"load_run", "plot"} <= set(dir(cp))
     with pytest.raises(AttributeError, match="no attribute 'lod_run'"):

@@ -15,7 +15,7 @@ from counterpoise.tasks import task
 from counterpoise.trainer import update
 from counterpoise.trainer.collect import collect
 from counterpoise.trainer.config import parse_config
-from counterpoise.trainer.update import prepare_update, take_step
+from counterpoise.trainer.update import apply_update, prepare_update
 from helpers.tiny_models import tiny
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
@@ -184,7 +184,7 @@ def test_recomputed_activations_change_no_gradient():
             lambda *_, counted=counted: counted.append(1)
         )
         rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
-        take_step(
+        apply_update(
             model, torch.optim.SGD(model.parameters(), lr=0.1), method, rows, collected, config
         )
         assert not any(layer.training for layer in model.model.layers)
@@ -229,7 +229,7 @@ def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatc
         policy = load_model("bundled")
         collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
         rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
-        take_step(
+        apply_update(
             policy.model,
             torch.optim.SGD(policy.model.parameters(), lr=0.1),
             method,
@@ -241,7 +241,7 @@ def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatc
     torch.testing.assert_close(*weights, atol=1e-7, rtol=0)
     advice = [record.message for record in caplog.records if "token_budget" in record.message]
     assert advice[-1].startswith("update: no memory for micro-batches of ") and len(advice) <= 3
-    take_step(
+    apply_update(
         policy.model,
         torch.optim.SGD(policy.model.parameters(), lr=0.1),
         method,
@@ -257,7 +257,7 @@ def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatc
         ValueError,
         match="no memory for a single rollout. Set optimizer.activation_checkpointing to true",
     ):
-        take_step(
+        apply_update(
             policy.model,
             torch.optim.SGD(policy.model.parameters(), lr=0.1),
             method,

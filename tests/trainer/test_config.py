@@ -31,7 +31,7 @@ def test_overrides_are_yaml_and_reach_every_depth(tmp_path):
             "method.name=dapo",
             "method.plan=query_preserved",
             "optimizer.lr=1e-5",
-            "num_steps=8",
+            "num_batches=8",
             "rollouts.top_k=5",
             "lora.r=4",
             "chat=false",
@@ -39,17 +39,17 @@ def test_overrides_are_yaml_and_reach_every_depth(tmp_path):
     )
     assert config.method == {"name": "dapo", "plan": "query_preserved"}
     assert config.optimizer.lr == 1e-5
-    assert (config.num_steps, config.rollouts.top_k, config.chat) == (8, 5, False)
+    assert (config.num_batches, config.rollouts.top_k, config.chat) == (8, 5, False)
     assert config.lora is not None and config.lora.r == 4
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nmu_steps: 3\n", "unknown key 'nmu_steps'. Did you mean 'num_steps'"),
+        ("nmu_batches: 3\n", "unknown key 'nmu_batches'. Did you mean 'num_batches'"),
         ("optimizer: {lrr: 1}\n", "unknown key 'optimizer.lrr'. Did you mean 'lr'"),
         ("lora: {rank: 1}\n", "unknown key 'lora.rank'. Known: alpha, r, target_modules"),
-        ("num_steps: many\n", "num_steps: .* got 'many'"),
+        ("num_batches: many\n", "num_batches: .* got 'many'"),
         ("rollouts: {temperature: 0}\n", "rollouts.temperature: .* got 0"),
         ("trackers: [tensorbord]\n", "unknown tracker 'tensorbord'. Did you mean 'tensorboard'"),
         ("method: {plan: x}\n", "method: expected a name or a mapping with 'name'"),
@@ -68,14 +68,14 @@ def test_missing_file_and_bad_override():
     with pytest.raises(ConfigError, match="no file 'nowhere.yaml'"):
         load_config("nowhere.yaml")
     with pytest.raises(ConfigError, match="expected a.b=c"):
-        load_config(RECIPES[0], ["num_steps"])
+        load_config(RECIPES[0], ["num_batches"])
     with pytest.raises(ConfigError, match="'seed' is 0, not a mapping"):
         load_config(RECIPES[0], ["seed.x=1"])
 
 
 def test_an_empty_recipe_is_the_default():
     config = parse_config({})
-    assert (config.model, config.task["name"], config.optimizer.steps_per_batch) == (
+    assert (config.model, config.task["name"], config.optimizer.updates_per_batch) == (
         "bundled",
         "arithmetic",
         4,

@@ -26,15 +26,15 @@ from counterpoise.tasks import task
 from counterpoise.trainer.collect import collect, measured
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
-from counterpoise.trainer.update import adamw, learning_rate, take_step
+from counterpoise.trainer.update import adamw, apply_update, learning_rate
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden_run.json"
 SMALL = {
     "model": "bundled",
-    "num_steps": 3,
+    "num_batches": 3,
     "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 80},
-    "optimizer": {"lr": 1e-4, "steps_per_batch": 2},
+    "optimizer": {"lr": 1e-4, "updates_per_batch": 2},
     "eval": {"every": 0},
     "ledger": {"every": 0},
     "checkpoint_every": 1,
@@ -68,7 +68,7 @@ def test_two_runs_of_one_seed_are_bit_identical_and_another_seed_is_not(tmp_path
 
 
 def test_golden_run(tmp_path):
-    """Ten steps against stored numbers, 1e-5 across machines.
+    """Ten batches against stored numbers, 1e-5 across machines.
 
     ``REGOLD=1 pytest`` writes them anew: say why in the commit.
 
@@ -77,7 +77,7 @@ def test_golden_run(tmp_path):
     config = parse_config(
         small(
             tmp_path,
-            num_steps=10,
+            num_batches=10,
             rollouts={"prompts": 8, "group_size": 4, "max_new_tokens": 80},
             checkpoint_every=0,
         )
@@ -104,8 +104,8 @@ def test_golden_run(tmp_path):
     if os.environ.get("REGOLD"):
         GOLDEN.write_text(json.dumps(got, indent=1) + "\n")
     stored = json.loads(GOLDEN.read_text())
-    for step, (row, kept) in enumerate(zip(got, stored, strict=True)):
-        assert row == pytest.approx(kept, rel=1e-4, abs=1e-4), f"step {step}"
+    for batch_number, (row, kept) in enumerate(zip(got, stored, strict=True)):
+        assert row == pytest.approx(kept, rel=1e-4, abs=1e-4), f"batch {batch_number}"
 
 
 RUN = """
@@ -128,7 +128,7 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
     on, so that every writer can be hit.
     """
     more = {
-        "num_steps": 6,
+        "num_batches": 6,
         "method": {"name": "fade"},
         "eval": {"every": 2, "prompts": 8},
         "checkpoint_every": 2,
@@ -162,7 +162,7 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
 
 
 def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
-    recipe = small(tmp_path, num_steps=200, checkpoint_every=0)
+    recipe = small(tmp_path, num_batches=200, checkpoint_every=0)
     process = start(recipe, "new")
     watched = Path(recipe["run_dir"]) / "metrics.jsonl"
     while process.poll() is None and not read_jsonl(watched):
@@ -171,14 +171,14 @@ def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     (kept,) = checkpoint.checkpoints(Path(recipe["run_dir"]))
-    done = json.loads((kept / "state.json").read_text())["step"]
+    done = json.loads((kept / "state.json").read_text())["batch"]
     assert done == len(metrics(recipe["run_dir"])) < 200
 
 
 def test_a_checkpoint_is_a_plain_hugging_face_folder_and_evaluates(tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    result = train(parse_config(small(tmp_path, num_steps=1)))
+    result = train(parse_config(small(tmp_path, num_batches=1)))
     assert "shards" not in capfd.readouterr().err, "a run has one progress bar, its own"
     path = checkpoint.checkpoints(result.run_dir)[-1]
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_a_plain_hugging_face_folder_and_evaluates(tmp_path, cap
 
 @pytest.fixture(scope="module")
 def scene():
-    """A policy with one rollout batch that has both signs."""
+    """A policy with one batch that has both signs."""
     config = parse_config(
         {**SMALL, "rollouts": {"prompts": 6, "group_size": 4, "max_new_tokens": 80}}
     )
@@ -222,7 +222,7 @@ def test_sampler_logp_equals_a_teacher_forced_forward(scene):
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "dfpo_orth", "delta", "crf_ntf"])
 def test_the_update_does_not_depend_on_the_micro_batch_budget(scene, name):
-    """One AdamW step from the same weights with two budgets: equal parameters up to rounding."""
+    """One AdamW batch from the same weights with two budgets: equal parameters up to rounding."""
     config, _, collected = scene
     method, after = cp.method(name), []
     for budget in (200, 100_000):
@@ -235,7 +235,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_budget(scene, name):
         rows = method.rows(
             ready.batch, method.assign(ready.batch), torch.arange(ready.batch.num_rollouts)
         )
-        update = take_step(policy.model, optimizer, method, rows, ready, cut)
+        update = apply_update(policy.model, optimizer, method, rows, ready, cut)
         assert update.grad_norm > 0
         after.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=1e-9)
@@ -272,7 +272,7 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     ):
         read_rollouts(tmp_path / "r.parquet")
     (tmp_path / "r.parquet").write_bytes((tmp_path / "r.parquet").read_bytes()[:200])
-    with pytest.raises(ValueError, match="r.parquet is not a parquet file .* choose another step"):
+    with pytest.raises(ValueError, match="r.parquet is not a parquet file .* choose another batch"):
         read_rollouts(tmp_path / "r.parquet")
 
 
@@ -281,14 +281,14 @@ def test_optimizer_state_survives_bit_for_bit(scene, tmp_path):
     policy = load_model("bundled", dtype=torch.float32, device="cpu")
     optimizer, method = adamw(policy.model, config.optimizer), cp.method("dapo")
     rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(8))
-    take_step(policy.model, optimizer, method, rows, collected, config)
-    state = checkpoint.LoopState(step=1, method={"controller": {"p": 0.1}, "rules": []})
+    apply_update(policy.model, optimizer, method, rows, collected, config)
+    state = checkpoint.LoopState(batch_number=1, method={"controller": {"p": 0.1}, "rules": []})
     path = checkpoint.save(tmp_path, policy, optimizer, state, keep=1, keep_every=0)
     other = load_model("bundled", dtype=torch.float32, device="cpu")
     restored = adamw(other.model, config.optimizer)
     assert checkpoint.restore(path, other.model, restored) == state
     for model, opt in ((policy.model, optimizer), (other.model, restored)):
-        take_step(model, opt, method, rows, collected, config)
+        apply_update(model, opt, method, rows, collected, config)
     for a, b in zip(policy.model.parameters(), other.model.parameters()):
         assert torch.equal(a, b)
 
@@ -296,7 +296,9 @@ def test_optimizer_state_survives_bit_for_bit(scene, tmp_path):
 def test_disk_full_keeps_the_last_good_checkpoint(scene, tmp_path, monkeypatch):
     config, policy, _ = scene
     optimizer = adamw(policy.model, config.optimizer)
-    checkpoint.save(tmp_path, policy, optimizer, checkpoint.LoopState(step=1), keep=1, keep_every=0)
+    checkpoint.save(
+        tmp_path, policy, optimizer, checkpoint.LoopState(batch_number=1), keep=1, keep_every=0
+    )
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -304,10 +306,10 @@ def test_disk_full_keeps_the_last_good_checkpoint(scene, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(OSError, match="last good checkpoint is kept"):
         checkpoint.save(
-            tmp_path, policy, optimizer, checkpoint.LoopState(step=2), keep=1, keep_every=0
+            tmp_path, policy, optimizer, checkpoint.LoopState(batch_number=2), keep=1, keep_every=0
         )
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_000001"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["batch_000001"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["batch_000001"]
 
 
 def test_learning_rate_schedules_by_hand():
@@ -323,7 +325,7 @@ RECIPES = ("demo", "delta", "dfpo", "ibpo", "fade", "ntf", "query_preserved", "r
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_runs_three_steps(name, tmp_path):
     overrides = [
-        "num_steps=3",
+        "num_batches=3",
         f"run_dir={tmp_path / name}",
         "rollouts.prompts=8",
         "rollouts.group_size=4",
@@ -335,7 +337,7 @@ def test_recipe_runs_three_steps(name, tmp_path):
     assert result.is_finished and len(rows) == 3
     assert all(row["loss/coef_mass"] > 0 and row["loss/grad_norm"] > 0 for row in rows)
     assert (result.run_dir / "config.yaml").exists() and (
-        result.run_dir / "plan" / "step_000002.json"
+        result.run_dir / "plan" / "batch_000002.json"
     ).exists()
     assert (
         result.last is not None
@@ -384,13 +386,13 @@ def test_corrections_join_their_groups(tmp_path):
 
 def test_the_buffer_fills_until_both_signs_are_there(tmp_path):
     """reward_balanced, buffer: hard problems give few positives, so several rounds are sampled and
-    the plan takes the step's size.
+    the plan takes the batch's size.
     """
-    plan = {"name": "reward_balanced", "mode": "buffer", "step_size": 8}
+    plan = {"name": "reward_balanced", "mode": "buffer", "update_size": 8}
     config = parse_config(
         small(
             tmp_path,
-            num_steps=1,
+            num_batches=1,
             method={"name": "grpo", "advantage": "signs", "plan": plan},
             buffer={"max_rounds": 3},
         )
@@ -402,21 +404,21 @@ def test_the_buffer_fills_until_both_signs_are_there(tmp_path):
 
 
 def test_lora_trains_adapters_alone_and_resumes(tmp_path):
-    config = parse_config(small(tmp_path, num_steps=2, lora={"r": 4, "alpha": 8}))
+    config = parse_config(small(tmp_path, num_batches=2, lora={"r": 4, "alpha": 8}))
     train(config)
     path = checkpoint.checkpoints(Path(config.run_dir))[-1]
     assert (path / "adapter_model.safetensors").is_file() and not (
         path / "model.safetensors"
     ).exists()
-    longer = parse_config(small(tmp_path, num_steps=3, lora={"r": 4, "alpha": 8}))
-    assert train(longer, resume=True).step == 3
+    longer = parse_config(small(tmp_path, num_batches=3, lora={"r": 4, "alpha": 8}))
+    assert train(longer, resume=True).batch_number == 3
 
 
 def test_kl_to_a_reference_reaches_the_loss(tmp_path):
     loss = [{"name": "clipped"}, {"name": "kl", "coef": 0.5}]
-    config = parse_config(small(tmp_path, num_steps=2, method={"name": "grpo", "loss": loss}))
+    config = parse_config(small(tmp_path, num_batches=2, method={"name": "grpo", "loss": loss}))
     train(config)
-    plain = parse_config(small(tmp_path, run_dir=str(tmp_path / "plain"), num_steps=2))
+    plain = parse_config(small(tmp_path, run_dir=str(tmp_path / "plain"), num_batches=2))
     train(plain)
     assert metrics(config.run_dir)[0]["reward/mean"] == metrics(plain.run_dir)[0]["reward/mean"]
     assert (
@@ -451,7 +453,7 @@ def test_bad_input_is_one_line_before_anything_is_written(tmp_path, change, mess
 
 
 def test_a_run_folder_that_exists_is_not_overwritten(tmp_path):
-    config = parse_config(small(tmp_path, num_steps=1))
+    config = parse_config(small(tmp_path, num_batches=1))
     train(config)
     before = metrics(config.run_dir)
     with pytest.raises(

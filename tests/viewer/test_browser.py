@@ -48,13 +48,13 @@ def hostile_address(hostile_run):
 
 @pytest.fixture(scope="module")
 def table(plain_run):
-    return pd.read_parquet(plain_run / "tokens" / "step_000002.parquet").sort_values(
+    return pd.read_parquet(plain_run / "tokens" / "batch_000002.parquet").sort_values(
         ["group", "rollout", "position"]
     )
 
 
 def test_viewer_shows_the_files_numbers(page, address, table):
-    opened(page, address, "#step=2&prompt=1")
+    opened(page, address, "#batch=2&prompt=1")
     rows = table[table["group"] == 1].reset_index(drop=True)
     page.locator(".t[data-i='4']").hover()
     settled(page, "document.querySelector('#inspector .token')?.innerText.includes('position 4')")
@@ -72,7 +72,7 @@ def test_viewer_shows_the_files_numbers(page, address, table):
 
 
 def test_viewer_colours_by_every_column(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     rows = table[table["group"] == 0].reset_index(drop=True)
     for name in page.locator("#colour option").evaluate_all("options => options.map(o => o.value)"):
         page.locator("#colour").select_option(name)
@@ -104,7 +104,7 @@ def test_viewer_colours_by_every_column(page, address, table):
 
 
 def test_viewer_sets_positive_and_negative_side_by_side(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     first = table[table["group"] == 0].groupby("rollout")["sign"].first()
     titles = page.locator(".side").all_inner_texts()
     want = [
@@ -118,7 +118,7 @@ def test_viewer_sets_positive_and_negative_side_by_side(page, address, table):
 
 
 def test_viewer_marks_what_rollouts_share(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     rows = table[table["group"] == 0].reset_index(drop=True)
     for i, css in page.locator(".line .t").evaluate_all(
         "tokens => tokens.map(t => [Number(t.dataset.i), t.className])"
@@ -130,7 +130,7 @@ def test_viewer_marks_what_rollouts_share(page, address, table):
 
 
 def test_viewer_marks_equal_tokens_and_their_coupling(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     rows = table[table["group"] == 0].reset_index(drop=True)
     page.locator(".t[data-i='2']").click()
     page.wait_for_selector(".twins.list")
@@ -151,7 +151,7 @@ def test_viewer_marks_equal_tokens_and_their_coupling(page, address, table):
 
 
 def test_viewer_filters_by_flips(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     page.locator("#flips").check()
     rows = table[table["group"] == 0].reset_index(drop=True)
     for i, css in page.locator(".line .t").evaluate_all(
@@ -164,7 +164,7 @@ def test_viewer_filters_by_flips(page, address, table):
 
 
 def test_viewer_moves_by_keyboard(page, address, table):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     page.locator("#pane").focus()
     for key, wanted in [
         ("ArrowRight", "position=0"),
@@ -186,8 +186,8 @@ def test_viewer_moves_by_keyboard(page, address, table):
         ("j", "prompt=1"),
         ("j", "prompt=2"),
         ("k", "prompt=1"),
-        ("[", "step=1"),
-        ("]", "step=2"),
+        ("[", "batch=1"),
+        ("]", "batch=2"),
         ("a", "layout=aligned"),
     ]:
         page.keyboard.press(key)
@@ -207,7 +207,7 @@ def test_viewer_deep_link(page, address, table):
     opened(
         page,
         address,
-        "#step=2&prompt=2&colour=coupling&layout=aligned&flips=1&rollout=14&position=3&marked=1",
+        "#batch=2&prompt=2&colour=coupling&layout=aligned&flips=1&rollout=14&position=3&marked=1",
     )
     page.wait_for_selector(".twins.list")
     row = table[(table["rollout"] == 14) & (table["position"] == 3)].iloc[0]
@@ -220,7 +220,7 @@ def test_viewer_deep_link(page, address, table):
 
 
 def test_aligned_rows_put_equal_prefixes_in_equal_columns(page, address, table):
-    opened(page, address, "#step=2&prompt=0&layout=aligned")
+    opened(page, address, "#batch=2&prompt=0&layout=aligned")
     rows = table[table["group"] == 0].reset_index(drop=True)
     script = (
         "tokens => tokens.map(t => [Number(t.dataset.i), [t.getBoundingClientRect().left,"
@@ -262,7 +262,7 @@ def test_bands_hold_every_column_once(page, address):
 
 
 def test_the_token_stays_while_the_page_moves_under_a_resting_pointer(page, address):
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     page.locator(".t[data-i='2']").click()
     page.wait_for_selector(".twins.list")
     for key in ("a", "a"):
@@ -278,7 +278,7 @@ def test_the_token_stays_while_the_page_moves_under_a_resting_pointer(page, addr
 
 def test_viewer_on_a_narrow_screen(page, address):
     page.set_viewport_size({"width": 390, "height": 844})
-    opened(page, address, "#step=2&prompt=0")
+    opened(page, address, "#batch=2&prompt=0")
     page.locator(".t[data-i='1']").click()
     page.wait_for_selector(".twins.list")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -316,7 +316,7 @@ def longest_common(a, b):
 
 
 def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
-    opened(page, hostile_address, "#step=2&prompt=0")
+    opened(page, hostile_address, "#batch=2&prompt=0")
     assert page.locator("#run-name").inner_text() == HOSTILE[0].replace("/", "|")
     shown = page.locator(".line .t").all_inner_texts()
     assert HOSTILE[0] in shown and HOSTILE[1] in shown
@@ -355,22 +355,22 @@ def test_hostile_text_runs_nothing_in_the_viewer(page, hostile_address):
 def test_a_broken_step_is_told_on_the_page(browser, plain_run, tmp_path):
     copy = Path(shutil.copytree(plain_run, tmp_path / "run"))
     for folder in ("tokens", "rollouts"):
-        file = copy / folder / "step_000002.parquet"
+        file = copy / folder / "batch_000002.parquet"
         file.write_bytes(file.read_bytes()[:64])
     for address in served(copy):
         page = browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        page.goto(f"{address}#step=2")
+        page.goto(f"{address}#batch=2")
         page.locator("#problems p").first.wait_for()
         assert "cannot be read" in page.locator("#problems").inner_text()
-        page.locator("#step").select_option("3")
+        page.locator("#batch").select_option("3")
         page.wait_for_selector(".t[data-i]")
         page.close()
 
 
 def test_export_opens_from_disk(page, plain_run, table, tmp_path):
     path = write_export(open_run(plain_run), tmp_path / "out", [0, 2])
-    opened(page, path.as_uri(), "#step=2&prompt=1&colour=delta")
+    opened(page, path.as_uri(), "#batch=2&prompt=1&colour=delta")
     rows = table[table["group"] == 1].reset_index(drop=True)
     page.locator(".t[data-i='4']").click()
     page.wait_for_selector(".twins.list")
@@ -378,8 +378,8 @@ def test_export_opens_from_disk(page, plain_run, table, tmp_path):
     assert found["change (delta)"] == as_shown(rows["delta"][4])
     assert found["flip"] == as_shown(bool(rows["is_flip"][4]))
     assert found["category"] == rows["category"][4]
-    page.locator("#step-back").click()
-    settled(page, "location.hash.includes('step=0')")
+    page.locator("#batch-back").click()
+    settled(page, "location.hash.includes('batch=0')")
     page.keyboard.press("a")
     page.wait_for_selector(".cells .t")
 

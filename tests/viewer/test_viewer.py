@@ -28,11 +28,11 @@ from counterpoise.run.read import open_run
 from counterpoise.viewer import data as viewer_data
 from counterpoise.viewer.export import MAX_TOKENS, MODULES, bundle, write_export
 from counterpoise.viewer.server import ASSETS, app, free_socket
-from counterpoise.viewer.tokens import open_step
+from counterpoise.viewer.tokens import open_batch
 from helpers.make_run import HOSTILE, make_run
 
 PORT = 8123
-SMALL = {"num_steps": 2, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 0}
+SMALL = {"num_batches": 2, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 0}
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +49,21 @@ def client(run_dir):
 
 @pytest.fixture(scope="module")
 def table(run_dir):
-    return pd.read_parquet(run_dir / "tokens" / "step_000000.parquet").sort_values(
+    return pd.read_parquet(run_dir / "tokens" / "batch_000000.parquet").sort_values(
         ["group", "rollout", "position"]
     )
 
 
 def test_the_run_is_described(client):
     found = client.get("/api/run").json()
-    assert [step["step"] for step in found["steps"]] == [0, 1]
-    assert [step["has_tokens"] for step in found["steps"]] == [True, False]
+    assert [batch["batch"] for batch in found["batches"]] == [0, 1]
+    assert [batch["has_tokens"] for batch in found["batches"]] == [True, False]
     assert found["descriptions"]["coupling"].startswith("predicted minus own")
 
 
 def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
-    found = client.get("/api/steps/0").json()
-    rollouts = pd.read_parquet(run_dir / "rollouts" / "step_000000.parquet").set_index("rollout")
+    found = client.get("/api/batches/0").json()
+    rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000000.parquet").set_index("rollout")
     for group in found["groups"]:
         for row in group["rollouts"]:
             want = rollouts.loc[row["rollout"]]
@@ -89,7 +89,7 @@ def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
 )
 @pytest.mark.parametrize("group", [0, 2])
 def test_columns_are_the_files_numbers(client, table, name, group):
-    answer = client.get(f"/api/steps/0/prompts/{group}/columns/{name}")
+    answer = client.get(f"/api/batches/0/prompts/{group}/columns/{name}")
     got = np.frombuffer(answer.content, np.dtype(answer.headers["X-Dtype"]).newbyteorder("<"))
     want = table[table["group"] == group][name].to_numpy(float)
     np.testing.assert_array_equal(got.astype(float), want)
@@ -97,69 +97,69 @@ def test_columns_are_the_files_numbers(client, table, name, group):
 
 def test_a_column_of_any_name_is_served(client, table):
     name = f"part_sign_{HOSTILE[0]}"  # has slashes
-    answer = client.get(f"/api/steps/0/prompts/1/columns/{urllib.parse.quote(name, safe='')}")
+    answer = client.get(f"/api/batches/0/prompts/1/columns/{urllib.parse.quote(name, safe='')}")
     assert (
         np.frombuffer(answer.content, "<f8").tolist() == table[table["group"] == 1][name].tolist()
     )
 
 
 def test_texts_are_codes_into_the_vocabulary(client, table):
-    texts = client.get("/api/steps/0").json()["texts"]
-    codes = np.frombuffer(client.get("/api/steps/0/prompts/1/columns/text").content, "<i4")
+    texts = client.get("/api/batches/0").json()["texts"]
+    codes = np.frombuffer(client.get("/api/batches/0/prompts/1/columns/text").content, "<i4")
     assert [texts[code] for code in codes] == table[table["group"] == 1]["text"].tolist()
     assert set(HOSTILE) <= set(texts)
 
 
 def test_a_token_has_every_number_of_its_row(client, table):
     rows = table[table["group"] == 2].reset_index(drop=True)
-    found = client.get("/api/steps/0/prompts/2/tokens/7").json()
+    found = client.get("/api/batches/0/prompts/2/tokens/7").json()
     want = rows.iloc[7].to_dict()
-    assert set(found) == set(want) - {"step"}
+    assert set(found) == set(want) - {"batch"}
     for name, value in found.items():
         assert value == want[name], name
 
 
 def test_a_step_without_a_ledger_is_shown_from_its_rollouts(client, run_dir):
-    found = client.get("/api/steps/1").json()
+    found = client.get("/api/batches/1").json()
     assert found["source"] == "rollouts"
-    rollouts = pd.read_parquet(run_dir / "rollouts" / "step_000001.parquet")
+    rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000001.parquet")
     of_first = rollouts[rollouts["group"] == 0]
-    answer = client.get("/api/steps/1/prompts/0/columns/advantages")
+    answer = client.get("/api/batches/1/prompts/0/columns/advantages")
     got = np.frombuffer(answer.content, "<f8")
     np.testing.assert_array_equal(got, np.concatenate(of_first["advantages"].tolist()))
-    # token texts come from the step that has them
-    codes = np.frombuffer(client.get("/api/steps/1/prompts/0/columns/text").content, "<i4")
+    # token texts come from the batch that has them
+    codes = np.frombuffer(client.get("/api/batches/1/prompts/0/columns/text").content, "<i4")
     assert "".join(found["texts"][code] for code in codes[:5]) == "Let us add:\n"
 
 
 def test_sharing_of_files_that_do_not_say_is_that_of_a_loop(run_dir):
-    step = open_step(open_run(run_dir), 0)
-    stated = {name: step.column(name).value_T for name in ("node_positive", "node_negative")}
-    step.names = [name for name in step.names if not name.startswith("node_")]
-    step._columns.clear()
-    code_T, sign_N = step.column("text").value_T, step.sign_N
+    batch = open_batch(open_run(run_dir), 0)
+    stated = {name: batch.column(name).value_T for name in ("node_positive", "node_negative")}
+    batch.names = [name for name in batch.names if not name.startswith("node_")]
+    batch._columns.clear()
+    code_T, sign_N = batch.column("text").value_T, batch.sign_N
     passing = defaultdict(list)
-    for n, group in enumerate(step.group_N):
-        for t in range(step.start_N[n], step.start_N[n + 1]):
-            passing[group, tuple(code_T[step.start_N[n] : t + 1])].append((t, sign_N[n]))
+    for n, group in enumerate(batch.group_N):
+        for t in range(batch.start_N[n], batch.start_N[n + 1]):
+            passing[group, tuple(code_T[batch.start_N[n] : t + 1])].append((t, sign_N[n]))
     for name, side in (("node_positive", 1), ("node_negative", -1)):
         want = np.zeros(len(code_T), int)
         for members in passing.values():
             for t, _ in members:
                 want[t] = sum(sign == side for _, sign in members)
-        np.testing.assert_array_equal(step.column(name).value_T, want)
+        np.testing.assert_array_equal(batch.column(name).value_T, want)
         np.testing.assert_array_equal(stated[name], want)
 
 
 def test_colour_scales_end_at_a_quantile(run_dir, table):
-    step = open_step(open_run(run_dir), 0)
-    assert viewer_data.scale(step, "delta")["limit"] == pytest.approx(
+    batch = open_batch(open_run(run_dir), 0)
+    assert viewer_data.scale(batch, "delta")["limit"] == pytest.approx(
         np.quantile(table["delta"].abs(), 0.98)
     )
-    assert viewer_data.scale(step, "entropy")["high"] == pytest.approx(
+    assert viewer_data.scale(batch, "entropy")["high"] == pytest.approx(
         np.quantile(table["entropy"], 0.98)
     )
-    assert set(viewer_data.scale(step, "category")["words"]) == set(table["category"])
+    assert set(viewer_data.scale(batch, "category")["words"]) == set(table["category"])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_colour_scales_end_at_a_quantile(run_dir, table):
 def test_other_hosts_are_turned_away(client, host):
     answer = client.get("/api/run", headers={"Host": host})
     assert answer.status_code == 421
-    assert "steps" not in answer.text
+    assert "batches" not in answer.text
 
 
 def test_localhost_is_this_machine(client):
@@ -200,13 +200,13 @@ def test_nothing_can_be_changed(client, method):
         "/config.yaml",
         "/manifest.json",
         "/..%2f..%2fetc%2fpasswd",
-        "/api/steps/..%2f..%2fsecret",
-        "/api/steps/-1",
-        "/api/steps/99",
-        "/api/steps/0/prompts/99/columns/text",
-        "/api/steps/0/prompts/0/columns/..%2f..%2fmanifest.json",
-        "/api/steps/0/prompts/0/columns/nothing",
-        "/api/steps/0/prompts/0/tokens/99999",
+        "/api/batches/..%2f..%2fsecret",
+        "/api/batches/-1",
+        "/api/batches/99",
+        "/api/batches/0/prompts/99/columns/text",
+        "/api/batches/0/prompts/0/columns/..%2f..%2fmanifest.json",
+        "/api/batches/0/prompts/0/columns/nothing",
+        "/api/batches/0/prompts/0/tokens/99999",
     ],
 )
 def test_what_is_not_there_is_a_404(client, path):
@@ -214,7 +214,7 @@ def test_what_is_not_there_is_a_404(client, path):
 
 
 def test_every_answer_has_the_strict_headers(client):
-    for path in ("/", "/assets/viewer.js", "/api/run", "/api/steps/99", "/nowhere"):
+    for path in ("/", "/assets/viewer.js", "/api/run", "/api/batches/99", "/nowhere"):
         headers = client.get(path).headers
         policy = headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
@@ -228,7 +228,7 @@ def test_every_asset_is_served_and_no_markup_is_written_by_script(client):
         answer = client.get(f"/assets/{name}")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
     for name in MODULES:
-        text = asset(f"{name}.js")
+        text = asset(f"{name}.js", "viewer")
         for sink in (
             "innerHTML",
             "outerHTML",
@@ -246,51 +246,51 @@ def test_every_asset_is_served_and_no_markup_is_written_by_script(client):
 def test_a_broken_table_is_told_and_other_steps_are_shown(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     for folder in ("tokens", "rollouts"):
-        file = copy / folder / "step_000000.parquet"
+        file = copy / folder / "batch_000000.parquet"
         file.write_bytes(file.read_bytes()[:64])
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
-    answer = client.get("/api/steps/0")
+    answer = client.get("/api/batches/0")
     assert answer.status_code == 404 and "cannot be read" in answer.json()["error"]
-    assert client.get("/api/steps/1").status_code == 200
+    assert client.get("/api/batches/1").status_code == 200
 
 
 def test_a_link_out_of_the_run_is_not_served(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     for folder in ("tokens", "rollouts"):
-        (copy / folder / "step_000000.parquet").rename(tmp_path / f"{folder}.parquet")
-        (copy / folder / "step_000000.parquet").symlink_to(tmp_path / f"{folder}.parquet")
+        (copy / folder / "batch_000000.parquet").rename(tmp_path / f"{folder}.parquet")
+        (copy / folder / "batch_000000.parquet").symlink_to(tmp_path / f"{folder}.parquet")
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
-    assert [step["step"] for step in client.get("/api/run").json()["steps"]] == [1]
-    assert client.get("/api/steps/0").status_code == 404
+    assert [batch["batch"] for batch in client.get("/api/run").json()["batches"]] == [1]
+    assert client.get("/api/batches/0").status_code == 404
 
 
 def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_shown(
     run_dir, tmp_path
 ):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    file = copy / "tokens" / "step_000000.parquet"
+    file = copy / "tokens" / "batch_000000.parquet"
     table = pq.read_table(file)
     kept = ["group", "rollout", "position", "token_ids", "advantages"]
     future = table.select(kept).append_column("thoughts", pa.array([[0.5]] * table.num_rows))
     pq.write_table(future.replace_schema_metadata({b"counterpoise_schema": b"99"}), file)
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
-    found = client.get("/api/steps/0").json()
+    found = client.get("/api/batches/0").json()
     assert any("schema version 99" in problem for problem in found["problems"])
     assert {column["name"] for column in found["columns"]} == {
         "position",
         "token_ids",
         "advantages",
     }
-    got = np.frombuffer(client.get("/api/steps/0/prompts/0/columns/advantages").content, "<f8")
+    got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/advantages").content, "<f8")
     whole = table.to_pandas().sort_values(["group", "rollout", "position"])
     np.testing.assert_array_equal(got, whole["advantages"][whole["group"] == 0])
 
 
 def test_a_table_without_order_falls_back_to_the_rollouts(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    file = copy / "tokens" / "step_000000.parquet"
+    file = copy / "tokens" / "batch_000000.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["position"]), file)
-    found = viewer_data.step_info(open_step(open_run(copy), 0))
+    found = viewer_data.batch_info(open_batch(open_run(copy), 0))
     assert found["source"] == "rollouts"
     assert any("no column 'position'" in problem for problem in found["problems"])
 
@@ -310,8 +310,8 @@ def test_an_export_holds_the_numbers_and_runs_only_its_own_script(run_dir, tmp_p
     assert "require-trusted-types-for 'script'" in page.partition("<body>")[0]
     assert "<" not in data[1]
     embedded = json.loads(data[1])
-    assert [group["group"] for group in embedded["steps"]["0"]["info"]["groups"]] == [0, 1]
-    kind, packed = embedded["steps"]["0"]["columns"]["1"]["delta"]
+    assert [group["group"] for group in embedded["batches"]["0"]["info"]["groups"]] == [0, 1]
+    kind, packed = embedded["batches"]["0"]["columns"]["1"]["delta"]
     got = np.frombuffer(gzip.decompress(base64.b64decode(packed)), kind)
     np.testing.assert_array_equal(got, table[table["group"] == 1]["delta"])
     assert 'src="' not in page and 'href="' not in page.replace('<a href="javascript', "")

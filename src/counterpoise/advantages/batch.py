@@ -1,4 +1,4 @@
-"""Estimators that divide by the spread of the whole rollout batch, over all ranks."""
+"""Estimators that divide by the spread of the whole batch, over all ranks."""
 
 from __future__ import annotations
 

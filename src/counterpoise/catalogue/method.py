@@ -5,13 +5,13 @@
 The data's way::
 
     out = method.assign(batch)                                  # Credit
-    for step in method.plan(batch, num_steps=4, seed=0):        # rows of each optimizer step
-        rows = method.rows(batch, out, step)                    # Rows: the step's columns with scale_NT
+    for batch in method.plan(batch, num_updates=4, seed=0):        # rows of each update
+        rows = method.rows(batch, out, batch)                    # Rows: the batch's columns with scale_NT
         loss = method.loss(trainer_logp_NT, rows)               # TokenLoss; rows.select(...) for a micro-batch
         (loss.loss_NT * rows.scale_NT).sum().backward()
 
-A loss that must see the whole step before it is cut (``method.needs_step_logp``) gets it by
-``rows = method.prepare(step_logp_NT, rows)`` with the no-grad log-probs of all the step's rows.
+A loss that must see the whole batch before it is cut (``method.needs_update_logp``) gets it by
+``rows = method.prepare(update_logp_NT, rows)`` with the no-grad log-probs of all the batch's rows.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Method:
         rules: the credit axis, (credit_NT, batch) -> credit_NT, applied in order.
         terms: the loss axis, (trainer_logp_NT, rows) -> TokenLoss, added up.
         reduction: (mask_NT, credit_NT, advantage_N) -> scale_NT.
-        planner: (group_N, reward_N, length_N) -> rows of each optimizer step.
-        controller: state over steps that sets parameters of the advantage and of the first rule.
+        planner: (group_N, reward_N, length_N) -> rows of each update.
+        controller: state over batches that sets parameters of the advantage and of the first rule.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Method:
         return frozenset().union(*(needs_of(stage) for stage in self.stages))
 
     @property
-    def needs_step_logp(self) -> bool:
-        """Whether ``prepare`` must see the log-probs of a whole optimizer step before it is cut."""
+    def needs_update_logp(self) -> bool:
+        """Whether ``prepare`` must see the log-probs of a whole update before it is cut."""
         return any(base(term).prepare for term in self.terms)
 
     def init(self) -> dict[str, Any]:
@@ -94,15 +94,15 @@ class Method:
         *,
         reduce: Reduce = LOCAL,
         seed: int = 0,
-        step: int = 0,
+        batch_number: int = 0,
     ) -> Credit:
         """Credit of every token: the advantage, then the chain of rules.
 
         Args:
-            batch: the whole rollout batch (of this rank), before any cut.
+            batch: the whole batch (of this rank), before any cut.
             state: what the last call returned, None at the start.
             reduce: pools statistics over ranks (``counterpoise.over_ranks()``).
-            seed, step: rules that draw at random derive their generator from them.
+            seed, batch: rules that draw at random derive their generator from them.
         """
         self._check_columns(batch)
         state = self.init() if state is None else state
@@ -117,7 +117,7 @@ class Method:
         for k, rule in enumerate(controlled.rules):
             before_NT, offers = (
                 credit_NT,
-                {"reduce": reduce, "generator": seeded(seed, step, f"credit/{k}")},
+                {"reduce": reduce, "generator": seeded(seed, batch_number, f"credit/{k}")},
             )
             credit_NT, rule_state = _applied(rule, state["rules"][k], credit_NT, batch, offers)
             rule_states.append(rule_state)
@@ -131,40 +131,42 @@ class Method:
             metrics=metrics,
         )
 
-    def plan(self, batch: TokenBatch, num_steps: int, seed: int = 0, step: int = 0) -> Plan:
-        """Which rollouts share an optimizer step.
+    def plan(
+        self, batch: TokenBatch, num_updates: int, seed: int = 0, batch_number: int = 0
+    ) -> Plan:
+        """Which rollouts share an update.
 
         Ranks and micro-batches are cut later (``shard``) and change nothing.
         """
-        if num_steps < 1:
-            raise ValueError(f"plan: num_steps must be at least 1, got {num_steps}.")
+        if num_updates < 1:
+            raise ValueError(f"plan: num_steps must be at least 1, got {num_updates}.")
         group_N, reward_N, length_N = (
             batch.group_N.cpu(),
             batch.reward_N.cpu(),
             batch.length_N.cpu(),
         )
-        steps = call(
+        updates = call(
             self.planner,
             group_N,
             reward_N,
             length_N,
-            num_steps=num_steps,
-            generator=seeded(seed, step, "plan"),
+            num_updates=num_updates,
+            generator=seeded(seed, batch_number, "plan"),
         )
         return Plan(
-            tuple(steps),
-            manifest(steps, group_N)
+            tuple(updates),
+            manifest(updates, group_N)
             | {
                 "plan": describe(FAMILIES["plan"], self.planner),
                 "seed": seed,
-                "step": step,
+                "batch": batch_number,
             },
         )
 
     def rows(
         self, batch: TokenBatch, credit: Credit, row_R: Tensor, *, reduce: Reduce = LOCAL
     ) -> Rows:
-        """The columns of one optimizer step, with the reduction taken over the whole of it."""
+        """The columns of one update, with the reduction taken over the whole of it."""
         row_R = row_R.to(batch.mask_NT.device)
         mask_NT, credit_NT, advantage_N = (
             batch.mask_NT[row_R],
@@ -190,14 +192,14 @@ class Method:
             ref_logp_NT=None if batch.ref_logp_NT is None else batch.ref_logp_NT[row_R],
         )
 
-    def prepare(self, step_logp_NT: Tensor, rows: Rows) -> Rows:
-        """What a loss must know of the whole step, from the detached log-probs of all its rows; for
+    def prepare(self, update_logp_NT: Tensor, rows: Rows) -> Rows:
+        """What a loss must know of the whole batch, from the detached log-probs of all its rows; for
         other losses nothing changes.
         """
         for term in self.terms:
             if base(term).prepare:
                 rows = rows._replace(
-                    step_NT=base(term).prepare(step_logp_NT.detach(), rows, **bound(term))
+                    update_NT=base(term).prepare(update_logp_NT.detach(), rows, **bound(term))
                 )
         return rows
 

@@ -43,7 +43,7 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2503.20783",
         {"advantage": "group_mean", "loss": CLIP, "reduction": "constant_length"},
     ),
-    "dapo": ("Clip-higher and one token mean over the step.", "arXiv 2503.14476", {}),
+    "dapo": ("Clip-higher and one token mean over the batch.", "arXiv 2503.14476", {}),
     "gspo": (
         "One ratio a rollout, clipped as a whole.",
         "arXiv 2507.18071",
@@ -269,11 +269,11 @@ def load_plugins() -> None:
 
 def dry_run(made: Method) -> None:
     """Run every stage on two rollouts of three tokens, so that a wrong parameter shows now and not
-    at step 300.
+    at batch 300.
     """
     try:
         batch = _example(made)
-        rows = made.rows(batch, made.assign(batch), made.plan(batch, num_steps=1).steps[0])
+        rows = made.rows(batch, made.assign(batch), made.plan(batch, num_updates=1).updates[0])
         made.loss(torch.full_like(rows.sampler_logp_NT, -0.5), rows)
     except ValueError as error:
         raise ValueError(f"method {made.name!r}: {error}") from None

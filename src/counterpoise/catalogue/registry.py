@@ -71,7 +71,7 @@ def register_reduction(name: str, fn: Stage) -> Stage:
 
 
 def register_plan(name: str, fn: Stage) -> Stage:
-    """``fn(group_N, reward_N, length_N, *, num_steps, generator, params) -> [row_R, ...]`` becomes
+    """``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]`` becomes
     ``method(..., plan=name)``.
     """
     return register("plan", name, bindable(fn))

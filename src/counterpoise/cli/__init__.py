@@ -17,11 +17,11 @@ COMMANDS = {
     "eval": "Held-out accuracy of a model or a run; paired comparison of two.",
     "methods": "List the methods, or show one on its six axes.",
     "report": "One HTML page of a run or of several.",
-    "compare": "Runs side by side: intervals, paired bootstrap, steps to a threshold.",
+    "compare": "Runs side by side: intervals, paired bootstrap, batches to a threshold.",
     "view": "The token viewer in a browser.",
     "probe": "An experiment on a snapshot of a run.",
     "replay": "One saved batch under several methods.",
-    "audit": "What of each prompt meets in one optimizer step, under several plans.",
+    "audit": "What of each prompt meets in one update, under several plans.",
     "import": "Token dumps of other trainers into a run folder.",
     "doctor": "Versions, hosts, what got registered, what is broken and the fix.",
 }

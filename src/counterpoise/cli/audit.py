@@ -16,26 +16,26 @@ def audit(
             help="A run folder, or one rollouts file (parquet with group, reward, token_ids)."
         ),
     ],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="One rollout batch of the run; all by default.")
+    batch: Annotated[
+        int | None, typer.Option(min=0, help="One batch of the run; all by default.")
     ] = None,
-    num_steps: Annotated[
+    num_updates: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Optimizer steps a batch; the run's own, or 4."),
+        typer.Option("--updates", min=1, help="Updates a batch; the run's own, or 4."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of plans that draw.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Which good and bad rollouts of a prompt meet in one optimizer step: as trained, under our
+    """Which good and bad rollouts of a prompt meet in one update: as trained, under our
     plans, in TRL and in verl.
 
-    Example: `counterpoise audit runs/demo --step 20`
+    Example: `counterpoise audit runs/demo --batch 20`
     """
     from counterpoise.probes.plans import audit_plans
 
     if not source.exists():
         raise ValueError(f"audit: no file or folder {str(source)!r}.")
-    found = audit_plans(source, step=step, num_steps=num_steps, seed=seed)
+    found = audit_plans(source, batch_number=batch, num_updates=num_updates, seed=seed)
     if json_:
         print(json.dumps(found, indent=1))
     else:
@@ -52,7 +52,7 @@ def _print_table(found: dict[str, Any]) -> None:
     num = max(len(audits) for audits in found["plans"].values())
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{num} rollout batches, {found['num_steps']} optimizer steps each",
+        title=f"{num} batches, {found['num_updates']} updates each",
         title_justify="left",
     )
     for name in (
@@ -60,7 +60,7 @@ def _print_table(found: dict[str, Any]) -> None:
         "pairs kept",
         "prompts split",
         "positive share",
-        "tokens a step",
+        "tokens a batch",
         "rows left out",
     ):
         table.add_column(name, justify="left" if name == "plan" else "right")
@@ -77,7 +77,7 @@ def _print_table(found: dict[str, Any]) -> None:
     Console(width=132).print(table)
     print(
         "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one optimizer"
-        " step"
+        " batch"
     )
     for problem in found["problems"]:
         print(f"not possible: {problem}")

@@ -83,7 +83,7 @@ def _tables(found: Comparison) -> list[Table]:
             line.label,
             number(line.best.mean),
             f"{line.reach.reached} of {line.reach.total}",
-            with_interval(*line.reach.steps),
+            with_interval(*line.reach.batches),
             with_interval(*line.reach.tokens),
         ]
         for line in found.lines

@@ -34,8 +34,8 @@ def import_(
     from counterpoise.run.importers.convert import import_run
     from counterpoise.text import visible
 
-    steps = import_run(
+    batches = import_run(
         kind, source, out, tokenizer=tokenizer, rewards=reward or (), categories=categories
     )
-    print(f"{sum(steps.values())} rollouts of {len(steps)} step(s) in {visible(out)}")
+    print(f"{sum(batches.values())} rollouts of {len(batches)} step(s) in {visible(out)}")
     print(f"See them: counterpoise view {visible(out)}")

@@ -17,9 +17,9 @@ def probe(
             "--probe", help="flips, coupling, counterfactual, value, exchangeability, tax or drift."
         ),
     ],
-    step: Annotated[
+    batch: Annotated[
         int | None,
-        typer.Option(min=0, help="The rollout batch; the last one that can be probed by default."),
+        typer.Option(min=0, help="The batch; the last one that can be probed by default."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -31,7 +31,7 @@ def probe(
     pool: Annotated[
         bool,
         typer.Option(
-            "--pool", help="Run nothing: the numbers over all steps at which the probe was run."
+            "--pool", help="Run nothing: the numbers over all batches at which the probe was run."
         ),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
@@ -40,20 +40,20 @@ def probe(
 
     The run stays as it was.
 
-    Example: `counterpoise probe runs/demo --step 20 --probe counterfactual`
+    Example: `counterpoise probe runs/demo --batch 20 --probe counterfactual`
     """
     from counterpoise import probes
 
     summary = (
         probes.pool(run, name)
         if pool
-        else probes.run_probe(run, name, step, settings_of(set_ or []), fresh=fresh)
+        else probes.run_probe(run, name, batch, settings_of(set_ or []), fresh=fresh)
     )
     if json_:
         print(json.dumps(summary, indent=1))
         return
     rest = f", {summary['num_prompts']} prompts" if "num_prompts" in summary else ""
-    print(f"{name} of {run}, step {summary.get('step', summary.get('steps'))}{rest}")
+    print(f"{name} of {run}, batch {summary.get('batch', summary.get('batches'))}{rest}")
     for line in lines_of(summary["numbers"]):
         print(line)
     print(

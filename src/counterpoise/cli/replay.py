@@ -11,9 +11,7 @@ import typer
 
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    step: Annotated[
-        int, typer.Option(min=0, help="A rollout batch with a checkpoint (keep_every).")
-    ],
+    batch: Annotated[int, typer.Option(min=0, help="A batch with a checkpoint (keep_every).")],
     method: Annotated[
         list[str],
         typer.Option(help="A method, or '{name: dapo, credit: [top_entropy]}' (repeatable)."),
@@ -26,17 +24,17 @@ def replay(
     """One saved batch under several methods: credits side by side, rank correlations, and the
     update of each.
 
-    Example: `counterpoise replay runs/demo --step 20 --method dapo --method delta --method dfpo_min
+    Example: `counterpoise replay runs/demo --batch 20 --method dapo --method delta --method dfpo_min
         --apply`
     """
     from counterpoise.cli.probe import lines_of
     from counterpoise.probes.replay import replay as replayed
 
-    summary = replayed(run, step, method, apply=apply)
+    summary = replayed(run, batch, method, apply=apply)
     if json_:
         print(json.dumps(summary, indent=1))
         return
-    print(f"step {step} of {run} under {len(method)} methods")
+    print(f"batch {batch} of {run} under {len(method)} methods")
     for line in lines_of(summary["numbers"]):
         print(line)
     print(f"raw data, one row a token, and figure: {summary['folder']}")

@@ -20,7 +20,7 @@ def report(
             help="The page; report/index.html in the run (or beside several runs) by default."
         ),
     ] = None,
-    step: Annotated[
+    batch: Annotated[
         int | None,
         typer.Option(min=0, help="Which batch's tokens to show; the last one by default."),
     ] = None,
@@ -35,7 +35,7 @@ def report(
     from counterpoise.report.page import write_report
     from counterpoise.text import visible
 
-    path, found = write_report(runs, out, step=step)
+    path, found = write_report(runs, out, batch=batch)
     if json_:
         print(json.dumps({"page": str(path), "problems": found.problems, "absent": found.absent}))
         return

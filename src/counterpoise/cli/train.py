@@ -26,7 +26,7 @@ def train(
 ) -> None:
     """Train a model by a recipe; everything that happened is in the run folder.
 
-    Example: `counterpoise train recipes/demo.yaml --set method.name=dfpo_min --set num_steps=8
+    Example: `counterpoise train recipes/demo.yaml --set method.name=dfpo_min --set num_updates=8
         --set run_dir=runs/dfpo`
     """
     from counterpoise.trainer.config import load_config
@@ -53,12 +53,12 @@ def summary(result, config: str) -> str:
             for x in (result.first, result.last)
         )
         lines.append(
-            f"held-out accuracy: {first} before, {last} after {result.step} steps (95% bootstrap"
+            f"held-out accuracy: {first} before, {last} after {result.batch} batches (95% bootstrap"
             " intervals over prompts)"
         )
     if not result.is_finished:
         lines.append(
-            f"stopped after step {result.step}; continue with: counterpoise train {config} --resume"
+            f"stopped after batch {result.batch}; continue with: counterpoise train {config} --resume"
         )
     lines.append(f"run folder: {result.run_dir}")
     lines.append(f"next: counterpoise report {result.run_dir}, counterpoise view {result.run_dir}")

@@ -18,7 +18,7 @@ def view(
         Path | None,
         typer.Option(help="Write a page with the tokens inside to this folder instead of serving."),
     ] = None,
-    step: Annotated[
+    batch: Annotated[
         list[int] | None,
         typer.Option(help="Batches to export; the last one with tokens by default."),
     ] = None,
@@ -31,7 +31,7 @@ def view(
 
     Serves the run folder on this machine alone until Ctrl-C.
 
-    Example: `counterpoise view runs/demo`, `counterpoise view runs/demo --export pages --step 50`
+    Example: `counterpoise view runs/demo`, `counterpoise view runs/demo --export pages --batch 50`
     """
     from counterpoise.run.read import open_run
     from counterpoise.text import visible
@@ -40,12 +40,12 @@ def view(
         from counterpoise.viewer.export import write_export
 
         found = open_run(run)
-        steps = step or (found.steps("tokens") or found.steps("rollouts"))[-1:]
-        print(f"Open {visible(write_export(found, export, steps, prompts))}")
+        batches = batch or (found.batches("tokens") or found.batches("rollouts"))[-1:]
+        print(f"Open {visible(write_export(found, export, batches, prompts))}")
         return
-    if step or prompts:
+    if batch or prompts:
         raise ValueError(
-            "view: --step and --prompts go with --export. Without it, choose the batch on the page."
+            "view: --batch and --prompts go with --export. Without it, choose the batch on the page."
         )
     from counterpoise.viewer.server import serve
 

@@ -1,4 +1,4 @@
-"""State over steps that sets parameters of other axes.
+"""State over updates that sets parameters of other axes.
 
 ``Stateful(init, apply)``; the state is JSON and is checkpointed.
 """

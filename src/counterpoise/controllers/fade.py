@@ -18,7 +18,7 @@ from counterpoise.types import TokenBatch
 
 def fade_start() -> dict[str, Any]:
     """p_hat starts at 1/2; H0 is the entropy of the first batch, measured before its first
-    optimizer step.
+    update.
     """
     return {"p_hat": 0.5, "H_hat": None, "H0": None}
 

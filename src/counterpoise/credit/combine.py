@@ -66,7 +66,7 @@ def keep_mass(
 
     credit' = z * rule(credit), z = sum|credit| / sum|rule(credit)| over all tokens of all ranks
 
-    So a rule that drops tokens moves credit instead of shrinking the step. Keeps the mass by
+    So a rule that drops tokens moves credit instead of shrinking the update. Keeps the mass by
     construction, and the sign if the rule does. Where the rule leaves nothing, nothing is rescaled.
 
     Args:

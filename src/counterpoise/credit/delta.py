@@ -156,7 +156,7 @@ def delta(
     """credit' = weight * credit, weight = (low + (high - low) alpha) * (number of tokens) / (sum of
     weights).
 
-    With v a token's gradient proxy and a = |credit|, over the whole rollout batch of all ranks::
+    With v a token's gradient proxy and a = |credit|, over the whole batch of all ranks::
 
         mu_side = sum a v / sum a                            over the tokens of that side
         Delta   = 2 v . (mu+ - mu-) + |mu-|^2 - |mu+|^2      positive side; its negative on the negative side

@@ -120,7 +120,7 @@ def spurious(
 
     Reference: STAPO, arXiv 2602.15620 (tau_p 0.002, q 0.75 over the rare tokens in its later
         versions; the first took q = 0.8 over the
-    mini-batch). Departs from the paper in that Q and z are those of the rollout batch, not of each
+    mini-batch). Departs from the paper in that Q and z are those of the batch, not of each
     mini-batch, and p is the sampler's.
 
     >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[1.0], sampler_logp=[[-0.1, -9.0, -9.0]], entropy=[[0.1, 0.1, 3.0]])

@@ -130,12 +130,12 @@ def _sharing(
 @bindable
 @reports(_sharing)
 def shared_prefix(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
-    """Count a shared step once.
+    """Count a shared update once.
 
     credit'_it = credit_it / |{j in the group of i : y_j agrees with y_i up to and including token
     t}|
 
-    The steps that many rollouts of a group have in common enter a group's objective once for each
+    The updates that many rollouts of a group have in common enter a group's objective once for each
     rollout; this undoes it. Keeps the sign, not the mass (it can only fall).
 
     Reference: lambda-GRPO, arXiv 2509.21154; the divisor is the size of the token's process set, as

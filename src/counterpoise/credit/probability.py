@@ -28,7 +28,7 @@ def probability_scaled(credit_NT: Tensor, batch: TokenBatch, *, alpha: float = 0
 
     Reference: Advantage Reweighting, arXiv 2505.12929 (alpha 0.3). Departs from the paper in that p
         is the sampler's, not that of the
-    policy in training; they agree at the first optimizer step of a batch.
+    policy in training; they agree at the first update of a batch.
 
     >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[1.0], sampler_logp=[[0.0, -20.0]])
     >>> probability_scaled(torch.ones(1, 2), batch)
@@ -89,7 +89,7 @@ def covariance(
 
     Reference: Clip-Cov, arXiv 2505.22617; the number and the band are those of verl's ``clip_cov``.
         Departs from it in that the selection is
-    made once for the rollout batch with the sampler's log-probs, and not at each optimizer step
+    made once for the batch with the sampler's log-probs, and not at each update
     among the tokens that are not clipped.
 
     >>> batch = TokenBatch.from_lists([[1, 2], [3, 4]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[0.0, -3.0], [-3.0, -3.0]])

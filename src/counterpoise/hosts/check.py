@@ -156,7 +156,7 @@ def credit_reaches_loss(seen: Any) -> str:
                 f" {list(micro.grad_NT.shape)}"
             )
         wrong_NT = (micro.credit_NT.sign() != -micro.grad_NT.sign()) & micro.mask_NT
-        if micro.is_first_step and wrong_NT.any():
+        if micro.is_first_update and wrong_NT.any():
             raise ValueError(
                 f"{int(wrong_NT.sum())} tokens got a gradient that is not their credit's"
             )
@@ -173,7 +173,7 @@ def credit_reaches_loss(seen: Any) -> str:
 
 
 def plan_decides_rows(seen: Any) -> str:
-    """Each optimizer step was trained on the rows that the plan gave it."""
+    """Each update was trained on the rows that the plan gave it."""
     if seen.trained_rows != seen.planned_rows:
         raise ValueError(f"trained on rows {seen.trained_rows}, planned were {seen.planned_rows}")
-    return f"{len(seen.planned_rows)} optimizer steps of whole prompts"
+    return f"{len(seen.planned_rows)} updates of whole prompts"

@@ -1,8 +1,8 @@
-"""The account of one optimizer step: what it did to every token it was trained on, and why.
+"""The account of one update: what it did to every token it was trained on, and why.
 
 Reads, never writes: model, optimizer and RNG stay.
 
-Axes: N rows of the step, T response tokens, M tokens laid end to end.
+Axes: N rows of the update, T response tokens, M tokens laid end to end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOISE_STRIDE = 4  # every fourth row is scored twice
 
 
 class Scores(NamedTuple):
-    """Before and after the step, same forward.
+    """Before and after the update, same forward.
 
     ``kl_NT`` and ``own_NT`` (for a coefficient of 1) are None where the head is not plain.
     """
@@ -48,7 +48,7 @@ class Scores(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Columns of the token table for the step's rows, [N, T]; ``notes`` say what is missing and
+    """Columns of the token table for the update's rows, [N, T]; ``notes`` say what is missing and
     why.
     """
 
@@ -71,40 +71,40 @@ def account(
     is_batched: bool | None = True,
     noise_floor: float | None = None,
 ) -> Account:
-    """Account for the step that led from ``before`` to the model's present parameters.
+    """Account for the update that led from ``before`` to the model's present parameters.
 
     Args:
-        model, optimizer: after the step.
+        model, optimizer: after the update.
         before: the trainable parameters before it (``copied(trainable(model))``).
-        texts: the step's rows as the model reads them.
-        rows, loss: what the step used, and what its loss returned.
+        texts: the update's rows as the model reads them.
+        rows, loss: what the update used, and what its loss returned.
         clip_factor: by which the gradient was scaled.
         classes: axis -> class -> mask, see ``classes.token_classes``.
         gradient: what the optimizer got, if it was kept: saves a backward an axis (see
             ``decompose``).
         autocast: precision of the training forward; gradients and forward-mode passes use it.
             Log-probs before and after are scored in the
-            parameters' own precision: bfloat16 products move a log-prob about as much as a step
+            parameters' own precision: bfloat16 products move a log-prob about as much as a update
             does.
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves
             predictions out.
         noise_floor: where it is known already; None measures it.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    steps, notes = None, []
+    updates, notes = None, []
     try:
-        steps = response(optimizer, live)
+        updates = response(optimizer, live)
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    scores = scored(model, before, texts, head_response(model, steps), noise_floor)
-    columns = step_columns(rows, loss, scores)
+    scores = scored(model, before, texts, head_response(model, updates), noise_floor)
+    columns = update_columns(rows, loss, scores)
     if scores.kl_NT is None:
         notes.append(
             "the model's head is not a plain linear layer: the table has no KL (no learning tax)"
             " and no own part."
         )
-    elif scores.own_NT is None and steps is not None:
+    elif scores.own_NT is None and updates is not None:
         notes.append(
             "the model's head is not trained (adapters?): tokens have no own part through it, so"
             " own and coupling are empty."
@@ -119,7 +119,7 @@ def account(
         after,
         weight_NT,
         classes,
-        steps,
+        updates,
         total,
         is_batched=is_batched,
     )
@@ -135,14 +135,14 @@ def scored(
     model: Any,
     before: Params,
     texts: Texts,
-    steps: HeadResponse | None,
+    updates: HeadResponse | None,
     noise_floor: float | None = None,
 ) -> Scores:
     """Log-probs at both parameter settings, in the same forward; the noise floor is measured unless
     it is given.
     """
     change = (
-        _change(model, before, texts, steps)
+        _change(model, before, texts, updates)
         if backbone(model).head is not None
         else _logp_change(model, before, texts)
     )
@@ -169,8 +169,8 @@ def measured_noise(model: Any, before: Params, texts: Texts, logp_NT: Tensor) ->
     return float((logp_NT[::NOISE_STRIDE] - repeat_RT).abs()[again.mask_NT].max())
 
 
-def step_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:
-    """What the step used and what it did, before any prediction."""
+def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:
+    """What the update used and what it did, before any prediction."""
     delta_NT = scores.logp_after_NT - scores.logp_before_NT
     change_NT = change_sign(delta_NT, scores.noise_floor)
     found = {
@@ -205,16 +205,16 @@ def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
     return out
 
 
-def head_response(model: Any, steps: Response | None) -> HeadResponse | None:
+def head_response(model: Any, updates: Response | None) -> HeadResponse | None:
     """The optimizer's response at the head's weight and bias; None where the head is not trained or
     not plain.
     """
     head = backbone(model).head
-    if steps is None or head is None:
+    if updates is None or head is None:
         return None
     names = {id(p): name for name, p in model.named_parameters()}
-    weight = steps.get(names.get(id(head.weight_VD), ""))
-    bias = 0.0 if head.bias_V is None else steps.get(names.get(id(head.bias_V), ""), 0.0)
+    weight = updates.get(names.get(id(head.weight_VD), ""))
+    bias = 0.0 if head.bias_V is None else updates.get(names.get(id(head.bias_V), ""), 0.0)
     return None if weight is None else HeadResponse(weight, bias)
 
 
@@ -230,12 +230,12 @@ def head_state(model: nn.Module, texts: Texts) -> HeadState:
     return HeadState(hidden_NTD[texts.mask_NT], detached)
 
 
-def _change(model: Any, before: Params, texts: Texts, steps: HeadResponse | None) -> HeadChange:
+def _change(model: Any, before: Params, texts: Texts, updates: HeadResponse | None) -> HeadChange:
     """Columns [N, T] from the hidden states of two forwards."""
     start = at(model, before, lambda m: head_state(m, texts))
     target_M = texts.token_ids_NT[texts.mask_NT]
     change = head_change(
-        start, head_state(model, texts), target_M, temperature=texts.temperature, response=steps
+        start, head_state(model, texts), target_M, temperature=texts.temperature, response=updates
     )
 
     def placed(column: Tensor) -> Tensor:

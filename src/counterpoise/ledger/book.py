@@ -1,12 +1,12 @@
-"""The ledger of one rollout batch: opened before its first optimizer step, it accounts for each,
+"""The ledger of one batch: opened before its first update, it accounts for each,
 then gives a table and a summary.
 
     book = Book(model, optimizer, batch, prompt_ids, credit, token_texts, settings)
-    for rows in steps:
+    for rows in batches:
         book.before()
-        ...                                             # the optimizer step, by whoever trains
+        ...                                             # the update, by whoever trains
         book.after(rows, loss, clip_factor)
-    book.table(step), book.summary()
+    book.table(batch), book.summary()
 
 Axes as in ``types``.
 """
@@ -60,7 +60,7 @@ DEFAULT = Settings()
 
 
 class Book:
-    """Holds the columns of a rollout batch while its optimizer steps happen; reads the model and
+    """Holds the columns of a batch while its updates happen; reads the model and
     the optimizer and changes neither.
 
     Args:
@@ -108,18 +108,18 @@ class Book:
 
     def before(self) -> None:
         """Keep the parameters, and the gradient when the optimizer gets it; call just before an
-        optimizer step.
+        update.
         """
         self._before, self._gradient = copied(trainable(self.model)), None
         self._hook = self.optimizer.register_step_pre_hook(self._keep_gradient)
 
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
-        """Account for the optimizer step just taken.
+        """Account for the update just taken.
 
         Args:
             rows: the rollouts it was trained on (``row_R`` are rows of the batch).
             loss: what its loss returned for them.
-            clip_factor: by which the gradient was scaled before the step.
+            clip_factor: by which the gradient was scaled before the batch.
         """
         assert self._before is not None, "before() comes before after()"
         texts = self.texts.select(rows.row_R)
@@ -140,11 +140,11 @@ class Book:
         )
         self._noise_floor = float(
             found.columns["noise_floor"].max()
-        )  # rounding is that of the batch: measured at its first step
+        )  # rounding is that of the batch: measured at its first batch
         number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
-        for name, value_RT in (found.columns | {"optimizer_step": number}).items():
+        for name, value_RT in (found.columns | {"update": number}).items():
             self._write(name, rows.row_R, value_RT)
-        # walking a trie is many small steps: on the CPU, where each costs least
+        # walking a trie is many small batches: on the CPU, where each costs least
         self.residuals.append(residuals(texts.token_ids_NT.cpu(), on_cpu(rows), on_cpu(loss)))
         self.taxes.append(tax(found.columns.get("kl"), facts))
         for note in found.notes:
@@ -152,16 +152,18 @@ class Book:
         self.let_go()
 
     def let_go(self) -> None:
-        """Keep nothing of the optimizer step: it is accounted for, or there is no memory to do it."""
+        """Keep nothing of the update: it is accounted for, or there is no memory to do it."""
         self._before = self._gradient = None
         if self._hook is not None:
             self._hook.remove()
 
-    def table(self, step: int) -> dict[str, Any]:
-        """Columns of ``tokens/step_*.parquet``: one row a token of the batch; null where the plan
+    def table(self, batch_number: int) -> dict[str, Any]:
+        """Columns of ``tokens/batch_*.parquet``: one row a token of the batch; null where the plan
         left a rollout out.
         """
-        return token_table(step, self.batch, self.credit, self.facts, self.columns, self.vocabulary)
+        return token_table(
+            batch_number, self.batch, self.credit, self.facts, self.columns, self.vocabulary
+        )
 
     def summary(self) -> dict[str, float]:
         """The numbers of the batch, keys as in docs/ledger.md without the prefix."""

@@ -21,7 +21,7 @@ from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.policy import Policy, measure
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import step_file, write_table
+from counterpoise.run.files import batch_file, write_table
 from counterpoise.trainer.collect import Collected, autocast
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.update import Update, budget_that_fits
@@ -40,7 +40,7 @@ def observe(
     config: Config,
     state: LoopState,
 ) -> Iterator[Observer]:
-    """Watch the optimizer steps of one rollout batch; afterwards ``metrics`` (keys ``ledger/...``)
+    """Watch the updates of one batch; afterwards ``metrics`` (keys ``ledger/...``)
     and ``state`` (JSON) are there.
     """
     observer = Observer(run_dir, policy, optimizer, collected, credit, config, state)
@@ -50,7 +50,7 @@ def observe(
 
 
 class Observer:
-    """``before()`` and ``after(update)`` around each optimizer step; on batches that are not chosen
+    """``before()`` and ``after(update)`` around each update; on batches that are not chosen
     it keeps the run's series only.
     """
 
@@ -64,19 +64,19 @@ class Observer:
         config: Config,
         state: LoopState,
     ) -> None:
-        self.run_dir, self.policy, self.collected, self.config, self.step = (
+        self.run_dir, self.policy, self.collected, self.config, self.batch_number = (
             run_dir,
             policy,
             collected,
             config,
-            state.step,
+            state.batch_number,
         )
         self.metrics: dict[str, float] = {}
         self.state: dict[str, Any] = dict(state.ledger or {})
         self._grad_norms: list[float] = []
         self._book: Book | None = None
         settings = config.ledger
-        if settings.every and state.step % settings.every == 0:
+        if settings.every and state.batch_number % settings.every == 0:
             how = Settings(
                 axes=settings.decompose,
                 categories=load_categories(settings.categories),
@@ -110,8 +110,8 @@ class Observer:
         self._fill_bank()
         if self._book is not None:
             write_table(
-                step_file(self.run_dir, "tokens", self.step, ".parquet"),
-                self._book.table(self.step),
+                batch_file(self.run_dir, "tokens", self.batch_number, ".parquet"),
+                self._book.table(self.batch_number),
             )
             self.metrics |= (
                 self._book.summary() | self._cumulative(self._book.taxes) | self._drift()

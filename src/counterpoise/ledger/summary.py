@@ -24,7 +24,7 @@ def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:
 
     Args:
         facts: of the whole batch.
-        columns: [N, T] on the CPU, NaN where a rollout took part in no optimizer step.
+        columns: [N, T] on the CPU, NaN where a rollout took part in no update.
     """
     trained_NT = facts.mask_NT.cpu() & ~columns["delta"].isnan()
     flat = {name: value_NT[trained_NT] for name, value_NT in columns.items()}
@@ -57,7 +57,7 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:
-    """Learning tax of one optimizer step: mean KL(after || before) over tokens, by the kind of
+    """Learning tax of one update: mean KL(after || before) over tokens, by the kind of
     context.
 
     ``shared``: every rollout of the group is there and takes the same token; ``both_signs``:

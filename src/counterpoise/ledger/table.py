@@ -16,7 +16,7 @@ from counterpoise.types import Credit, TokenBatch
 
 
 def token_table(
-    step: int,
+    batch_number: int,
     batch: TokenBatch,
     credit: Credit,
     facts: Facts,
@@ -29,14 +29,14 @@ def token_table(
 
     Args:
         columns: [N, T] on the CPU: what ``account`` found, NaN where a rollout took part in no
-            optimizer step; ``vocabulary_index`` into
+            update; ``vocabulary_index`` into
             ``vocabulary``.
     """
     mask_NT = batch.mask_NT.cpu()
     flat = {name: value_NT[mask_NT] for name, value_NT in columns.items()}
     found = {name: _numbers(value) for name, value in flat.items() if name in TOKEN_COLUMNS}
     found |= {name: _numbers(value) for name, value in flat.items() if name.startswith(PART_PREFIX)}
-    found |= _known(step, batch, credit, mask_NT) | _shared(facts, mask_NT)
+    found |= _known(batch_number, batch, credit, mask_NT) | _shared(facts, mask_NT)
     index = flat["vocabulary_index"]
     found["text"] = _strings(index, vocabulary)
     found["category"] = _strings(facts.category_NT.cpu()[mask_NT], facts.category_names)
@@ -50,11 +50,11 @@ def token_table(
     }
 
 
-def _known(step: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
+def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
     """Columns of the batch and its credit."""
     rollout_N1 = torch.arange(batch.num_rollouts)[:, None]
     columns = {
-        "step": torch.full_like(rollout_N1, step),
+        "batch": torch.full_like(rollout_N1, batch_number),
         "group": batch.group_N[:, None],
         "rollout": rollout_N1,
         "position": torch.arange(mask_NT.shape[1])[None],
@@ -95,9 +95,7 @@ def _labels(flat: dict[str, Tensor]) -> dict[str, Any]:
         "change": pa.DictionaryArray.from_arrays(
             pa.array(change.to(torch.int8).numpy(), mask=is_null.numpy()), list(CHANGES)
         ),
-        "optimizer_step": pa.array(
-            flat["optimizer_step"].nan_to_num().long().numpy(), mask=is_null.numpy()
-        ),
+        "update": pa.array(flat["update"].nan_to_num().long().numpy(), mask=is_null.numpy()),
         "loss_mask": (~is_null).numpy(),
     }
     flags = {

@@ -22,14 +22,14 @@ LENGTHS = ("outside", "inside")
 
 
 def dfpo_weight(
-    step_logp_NT: Tensor,
+    update_logp_NT: Tensor,
     rows: Rows,
     *,
     transform: str = "min",
     weight: str = "geometric_mean",
     length: str = "outside",
 ) -> Tensor:
-    """The transformed weight of every rollout of a step, [N], detached; parameters as in ``dfpo``.
+    """The transformed weight of every rollout of a update, [N], detached; parameters as in ``dfpo``.
 
     ``orth`` can make weights negative (such a rollout is pushed against its advantage): log
     ``(dfpo_weight(...) < 0).float().mean()``. Where all advantages of a group are 0, ``orth``
@@ -50,7 +50,7 @@ def dfpo_weight(
     check_choice("dfpo", WEIGHTS, weight=weight)
     check_choice("dfpo", LENGTHS, length=length)
     length_N = rows.mask_NT.sum(1)
-    log_ratio_NT = torch.where(rows.mask_NT, log_ratio(step_logp_NT.detach(), rows), 0)
+    log_ratio_NT = torch.where(rows.mask_NT, log_ratio(update_logp_NT.detach(), rows), 0)
     log_weight_N = (
         log_ratio_NT.sum(1)
         if weight == "product"
@@ -72,14 +72,14 @@ def _transformed(weight_N: Tensor, advantage_N: Tensor, group_N: Tensor, transfo
     return weight_N
 
 
-def _step_weight(
-    step_logp_NT: Tensor, rows: Rows, *, transform: str, weight: str, length: str
+def _update_weight(
+    update_logp_NT: Tensor, rows: Rows, *, transform: str, weight: str, length: str
 ) -> Tensor:
-    weight_N = dfpo_weight(step_logp_NT, rows, transform=transform, weight=weight, length=length)
+    weight_N = dfpo_weight(update_logp_NT, rows, transform=transform, weight=weight, length=length)
     return weight_N[:, None].expand_as(rows.mask_NT)
 
 
-@token_loss(prepare=_step_weight)
+@token_loss(prepare=_update_weight)
 def dfpo(
     trainer_logp_NT: Tensor,
     rows: Rows,
@@ -102,7 +102,7 @@ def dfpo(
             cancellation; ``outside`` leaves lengths to the reduction (``constant_length``: 1/length
             after the transformation breaks it).
 
-    All rollouts of a group must be in the same optimizer step (plan ``query_preserved``). A is
+    All rollouts of a group must be in the same update (plan ``query_preserved``). A is
     ``advantage_N``, and it must sum to 0 over the group (``group_mean``, ``group_zscore``) for
     ``min`` to cancel; credit rules that change shared tokens change what cancels. With ``min`` and
     uniform credit this is ``reinforce`` times one scalar a prompt: run that as its control.
@@ -110,10 +110,10 @@ def dfpo(
     Reference: arXiv 2604.13088 v1, Eq. 17 (min) and 18 (orth). Reads the paper's loss as the
         weighted score function, unclipped.
     """
-    assert rows.step_NT is not None
+    assert rows.update_NT is not None
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
     return (
-        -rows.credit_NT * rows.step_NT * trainer_logp_NT,
+        -rows.credit_NT * rows.update_NT * trainer_logp_NT,
         ratio_NT,
         torch.zeros_like(rows.mask_NT),
     )

@@ -80,7 +80,7 @@ def dual_clip(
     most ``dual_clip``.
 
     Without it one token that the trainer has come to like and the grader does not can dominate a
-    step: its ratio has no upper bound.
+    update: its ratio has no upper bound.
 
     Reference: arXiv 1912.09729, Eq. 5; defaults as in DelTA (2605.21467). verl's default ceiling is
         3.

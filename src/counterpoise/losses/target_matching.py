@@ -34,11 +34,11 @@ def standardised(reward_N: Tensor, by_group: Groups) -> Tensor:
     return torch.where(is_constant_N, 0, centred_N / torch.where(is_constant_N, 1, std_N))
 
 
-def _step_pull(step_logp_NT: Tensor, rows: Rows, *, temperature: float) -> Tensor:
+def _update_pull(update_logp_NT: Tensor, rows: Rows, *, temperature: float) -> Tensor:
     """q_i - p_i of every rollout, along its tokens."""
     check_number("target", above=0, temperature=temperature)
     by_group = groups(rows.group_N)
-    sampler_logp_N, trainer_logp_N = rows.sampler_logp_NT.sum(1), step_logp_NT.sum(1)
+    sampler_logp_N, trainer_logp_N = rows.sampler_logp_NT.sum(1), update_logp_NT.sum(1)
     tilt_N = standardised(rows.reward_N.to(trainer_logp_N.dtype), by_group) / temperature
     pull_N = group_softmax(sampler_logp_N + tilt_N, by_group) - group_softmax(
         trainer_logp_N, by_group
@@ -46,7 +46,7 @@ def _step_pull(step_logp_NT: Tensor, rows: Rows, *, temperature: float) -> Tenso
     return pull_N[:, None].expand_as(rows.mask_NT)
 
 
-@token_loss(prepare=_step_pull)
+@token_loss(prepare=_update_pull)
 def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> Parts:
     """L = -sg(q_i - p_i) logp, whose gradient is exactly that of the group's cross-entropy -sum_i
     q_i log p_i.
@@ -60,7 +60,7 @@ def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> 
         temperature: of the tilt by the rewards.
 
     Rewards are read from the batch; advantage and credit are not used. All rollouts of a group must
-    be in the same optimizer step
+    be in the same update
     (plan ``query_preserved``), and the gradient is the paper's up to one factor with a reduction
     that gives all tokens the same scale
     (``constant_length``).
@@ -69,6 +69,6 @@ def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> 
         the cross-entropy, the gradient does not.
     """
     check_number("target", above=0, temperature=temperature)
-    assert rows.step_NT is not None
+    assert rows.update_NT is not None
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
-    return -rows.step_NT * trainer_logp_NT, ratio_NT, torch.zeros_like(rows.mask_NT)
+    return -rows.update_NT * trainer_logp_NT, ratio_NT, torch.zeros_like(rows.mask_NT)

@@ -4,7 +4,7 @@ that value.
 A loss is written as ``fn(trainer_logp_NT, rows, *, params) -> (loss_NT, ratio_NT, clipped_NT)``.
 Its law: ``loss_NT[i, t]`` depends differentiably on ``trainer_logp_NT[i, t]`` alone; the log-probs
 of other tokens (a sequence ratio, a group's weights) enter detached. So a token's gradient enters
-the update with ``coef_NT * scale_NT`` and nothing else, and any cut of a step gives the same
+the update with ``coef_NT * scale_NT`` and nothing else, and any cut of a update gives the same
 gradient."""
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None 
 
     ``ratio_NT`` is the ratio that the loss works with (a token's own, a rollout's, a prefix's),
     ``clipped_NT`` where it was cut.
-    ``prepare(step_logp_NT, rows, *, params) -> step_NT`` is what a loss must know of the whole
-    optimizer step before it is cut; it names those parameters of ``fn`` that it uses and is never
-    differentiated. ``fn`` reads its result as ``rows.step_NT``. Where the caller has not prepared
-    the rows, they are taken to be the whole step.
+    ``prepare(update_logp_NT, rows, *, params) -> update_NT`` is what a loss must know of the whole
+    update before it is cut; it names those parameters of ``fn`` that it uses and is never
+    differentiated. ``fn`` reads its result as ``rows.update_NT``. Where the caller has not prepared
+    the rows, they are taken to be the whole update.
 
     >>> @token_loss
     ... def squared(trainer_logp_NT, rows):
@@ -53,8 +53,8 @@ def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None 
     @bindable
     @functools.wraps(fn)
     def loss(trainer_logp_NT: Tensor, rows: Rows, **params) -> TokenLoss:
-        if before is not None and rows.step_NT is None:
-            rows = rows._replace(step_NT=before(trainer_logp_NT, rows, **params))
+        if before is not None and rows.update_NT is None:
+            rows = rows._replace(update_NT=before(trainer_logp_NT, rows, **params))
         mask_NT = rows.mask_NT
         trainer_logp_NT, rows = _without_padding(trainer_logp_NT, rows)
         loss_NT, ratio_NT, clipped_NT = fn(trainer_logp_NT, rows, **params)
@@ -154,12 +154,12 @@ def _completed(prepare: Stage, fn: Stage) -> Stage:
     ]
 
     @functools.wraps(prepare)
-    def before(step_logp_NT: Tensor, rows: Rows, **params) -> Tensor:
+    def before(update_logp_NT: Tensor, rows: Rows, **params) -> Tensor:
         settings = {**defaults, **params}
         with torch.no_grad():
-            step_logp_NT, clean = _without_padding(step_logp_NT.detach(), rows)
-            step_NT = prepare(step_logp_NT, clean, **{name: settings[name] for name in named})
-        return torch.where(rows.mask_NT, step_NT, 0)
+            update_logp_NT, clean = _without_padding(update_logp_NT.detach(), rows)
+            update_NT = prepare(update_logp_NT, clean, **{name: settings[name] for name in named})
+        return torch.where(rows.mask_NT, update_NT, 0)
 
     return before
 

@@ -1,7 +1,7 @@
 """Log-prob, entropy and top-k of a language-model head, a few tokens at a time.
 
 A head turns a hidden state into logits; over a whole batch those are [tokens, vocabulary], by far
-the largest tensor of a training step. Everything here walks over chunks of tokens, so that no more
+the largest tensor of a training batch. Everything here walks over chunks of tokens, so that no more
 than ``chunk`` rows of logits exist at any moment, in the forward and in the backward.
 
 Axes: M response tokens laid end to end, V vocabulary, D hidden size, K candidates kept of V.

@@ -72,8 +72,8 @@ def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> In
     prompt are not independent.
 
     Args:
-        total_P: [P] sum of the value over each prompt's tokens; [P, S] by optimizer step, then the
-            mean over steps of each step's ratio.
+        total_P: [P] sum of the value over each prompt's tokens; [P, S] by update, then the
+            mean over updates of each update's ratio.
         count_P: the same shape, the number of tokens.
 
     >>> over_clusters(np.array([2.0, 4.0]), np.array([2, 4]))

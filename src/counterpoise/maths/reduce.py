@@ -54,18 +54,18 @@ def over_ranks(group: Any = None) -> Reduce:
     return Reduce(sum=all_sum, cat=all_cat)
 
 
-def seeded(seed: int, step: int, purpose: str) -> torch.Generator:
-    """A generator derived from (seed, step, purpose): the same on every machine and rank.
+def seeded(seed: int, batch_number: int, purpose: str) -> torch.Generator:
+    """A generator derived from (seed, batch, purpose): the same on every machine and rank.
 
     >>> torch.equal(torch.rand(2, generator=seeded(0, 1, "plan")), torch.rand(2, generator=seeded(0, 1, "plan")))
     True
     """
-    return torch.Generator().manual_seed(derived_seed(seed, step, purpose))
+    return torch.Generator().manual_seed(derived_seed(seed, batch_number, purpose))
 
 
-def derived_seed(seed: int, step: int, purpose: str) -> int:
-    """A seed below 2**63 for one purpose at one step."""
-    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+def derived_seed(seed: int, batch_number: int, purpose: str) -> int:
+    """A seed below 2**63 for one purpose at one batch."""
+    digest = hashlib.sha256(f"{seed}/{batch_number}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % (2**63)
 
 

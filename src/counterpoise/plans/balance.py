@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.plans.orders import check_steps, deal, joined, rows_by_prompt, shuffled
+from counterpoise.plans.orders import check_updates, deal, joined, rows_by_prompt, shuffled
 from counterpoise.stage import bindable
 
 MODES = ("groups", "per_query", "buffer")
@@ -25,53 +25,53 @@ def reward_balanced(
     reward_N: Tensor,
     length_N: Tensor,
     *,
-    num_steps: int,
+    num_updates: int,
     generator: torch.Generator | None = None,
     mode: str = "groups",
     threshold: float = 0.5,
     low: float = 3 / 8,
     high: float = 5 / 8,
-    step_size: int | None = None,
+    update_size: int | None = None,
 ) -> list[Tensor]:
-    """Steps whose share of positives lies in [low, high], as far as the mode can.
+    """Updates whose share of positives lies in [low, high], as far as the mode can.
 
     ``groups``: whole prompts only. Constant groups (all rewards equal, no advantage) are left out.
-    If the rest cannot be dealt into steps inside the band, the most one-sided prompts of the more
+    If the rest cannot be dealt into updates inside the band, the most one-sided prompts of the more
     frequent sign are left out too, as few as needed; if even that does not help, none of them is.
     ``per_query``: each prompt keeps min(positives, negatives) rollouts of each sign, drawn at
-    random, and stays whole. Where fewer prompts than steps are usable, both modes are
+    random, and stays whole. Where fewer prompts than updates are usable, both modes are
     ``query_preserved`` of all rows.
-    ``buffer``: the rollouts are a buffer, of which ``quota`` draws ``step_size * num_steps`` rows;
+    ``buffer``: the rollouts are a buffer, of which ``quota`` draws ``update_size * num_updates`` rows;
     prompts are not kept whole.
 
     Args:
         group_N: [N] the prompt of each rollout.
         reward_N: [N] rewards.
         length_N: [N], not read.
-        num_steps: optimizer steps.
+        num_updates: updates.
         generator: draws rows and breaks ties.
         mode: "groups", "per_query" or "buffer".
         threshold: a reward above it is a positive.
         low, high: the band of the positive share.
-        step_size: ``buffer`` only: rows of one step; None takes the largest for which the buffer is
+        update_size: ``buffer`` only: rows of one update; None takes the largest for which the buffer is
             ready, all rows if that is none.
 
     >>> group_N, reward_N = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 1])
-    >>> [step.tolist() for step in reward_balanced(group_N, reward_N, torch.ones(9), num_steps=1)]
+    >>> [update.tolist() for update in reward_balanced(group_N, reward_N, torch.ones(9), num_updates=1)]
     [[0, 1, 2, 3, 4, 5]]
     """
-    _check(mode, threshold, low, high, step_size)
+    _check(mode, threshold, low, high, update_size)
     is_positive_N = reward_N.cpu() > threshold
     if mode == "buffer":
-        return _buffer(is_positive_N, num_steps, step_size, low, high, generator)
+        return _buffer(is_positive_N, num_updates, update_size, low, high, generator)
     rows_P = rows_by_prompt(group_N)
-    check_steps("reward_balanced", num_steps, len(rows_P), "prompts")
+    check_updates("reward_balanced", num_updates, len(rows_P), "prompts")
     rows_P = [rows_P[p] for p in shuffled(len(rows_P), generator)]
     if mode == "per_query":
-        steps = _per_query(rows_P, is_positive_N, num_steps, generator)
+        updates = _per_query(rows_P, is_positive_N, num_updates, generator)
     else:
-        steps = _groups(rows_P, reward_N.cpu(), is_positive_N, num_steps, low, high)
-    return steps or deal(rows_P, num_steps)
+        updates = _groups(rows_P, reward_N.cpu(), is_positive_N, num_updates, low, high)
+    return updates or deal(rows_P, num_updates)
 
 
 def is_ready(num_pos: int, num_neg: int, size: int, *, low: float = 3 / 8) -> bool:
@@ -99,7 +99,7 @@ def quota(num_pos: int, num_neg: int, size: int, *, high: float = 5 / 8) -> tupl
     return (rare, common) if num_pos <= num_neg else (common, rare)
 
 
-def _check(mode: str, threshold: float, low: float, high: float, step_size: int | None) -> None:
+def _check(mode: str, threshold: float, low: float, high: float, update_size: int | None) -> None:
     if mode not in MODES:
         raise ValueError(f"reward_balanced: mode must be one of {', '.join(MODES)}, got {mode!r}.")
     if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
@@ -108,12 +108,14 @@ def _check(mode: str, threshold: float, low: float, high: float, step_size: int 
         raise ValueError(
             f"reward_balanced: expected 0 < low <= 1/2 <= high < 1, got low={low!r}, high={high!r}."
         )
-    if step_size is not None and (not isinstance(step_size, int) or step_size < 1):
+    if update_size is not None and (not isinstance(update_size, int) or update_size < 1):
         raise ValueError(
-            f"reward_balanced: step_size must be an integer >= 1 or None, got {step_size!r}."
+            f"reward_balanced: update_size must be an integer >= 1 or None, got {update_size!r}."
         )
-    if step_size is not None and mode != "buffer":
-        raise ValueError(f"reward_balanced: step_size belongs to mode 'buffer', got mode {mode!r}.")
+    if update_size is not None and mode != "buffer":
+        raise ValueError(
+            f"reward_balanced: update_size belongs to mode 'buffer', got mode {mode!r}."
+        )
 
 
 class _Block(NamedTuple):
@@ -131,7 +133,7 @@ def _groups(
     rows_P: list[Tensor],
     reward_N: Tensor,
     is_positive_N: Tensor,
-    num_steps: int,
+    num_updates: int,
     low: float,
     high: float,
 ) -> list[Tensor]:
@@ -141,50 +143,50 @@ def _groups(
         (_Block(row_R, int(is_positive_N[row_R].sum())) for row_R in mixed),
         key=lambda block: block.share,
     )
-    if len(blocks) < num_steps:
+    if len(blocks) < num_updates:
         return []
-    steps = _inside(blocks, num_steps, low, high) or _level(blocks, num_steps)
-    return [joined(block.row_R for block in step) for step in steps]
+    updates = _inside(blocks, num_updates, low, high) or _level(blocks, num_updates)
+    return [joined(block.row_R for block in update) for update in updates]
 
 
 def _inside(
-    blocks: list[_Block], num_steps: int, low: float, high: float
+    blocks: list[_Block], num_updates: int, low: float, high: float
 ) -> list[list[_Block]] | None:
-    """Steps inside the band, with as few blocks left out as needed (from the end of the more
+    """Updates inside the band, with as few blocks left out as needed (from the end of the more
     frequent sign); None if there are none.
     """
-    while len(blocks) >= num_steps:
+    while len(blocks) >= num_updates:
         share = _share(blocks)
-        # the share of the whole is a mean of the steps' shares: outside the band no deal can help
+        # the share of the whole is a mean of the updates' shares: outside the band no deal can help
         if low <= share <= high:
-            steps = _level(blocks, num_steps)
-            if all(low <= _share(step) <= high for step in steps):
-                return steps
+            updates = _level(blocks, num_updates)
+            if all(low <= _share(update) <= high for update in updates):
+                return updates
         blocks = blocks[1:] if share < 0.5 else blocks[:-1]
     return None
 
 
-def _level(blocks: list[_Block], num_steps: int) -> list[list[_Block]]:
-    """Deal blocks, sorted by share, in hands of one a step: the highest share of a hand to the step
+def _level(blocks: list[_Block], num_updates: int) -> list[list[_Block]]:
+    """Deal blocks, sorted by share, in hands of one a update: the highest share of a hand to the update
     that lags most. Then swap.
     """
-    target, steps, excess = _share(blocks), [[] for _ in range(num_steps)], [0.0] * num_steps
-    for start in range(0, len(blocks), num_steps):
-        hand = blocks[start : start + num_steps][::-1]
-        for k, block in zip(sorted(range(num_steps), key=excess.__getitem__), hand):
-            steps[k].append(block)
+    target, updates, excess = _share(blocks), [[] for _ in range(num_updates)], [0.0] * num_updates
+    for start in range(0, len(blocks), num_updates):
+        hand = blocks[start : start + num_updates][::-1]
+        for k, block in zip(sorted(range(num_updates), key=excess.__getitem__), hand):
+            updates[k].append(block)
             excess[k] += block.num_pos - target * len(block.row_R)
     for _ in blocks:
-        if not _swapped(steps):
+        if not _swapped(updates):
             break
-    return steps
+    return updates
 
 
-def _swapped(steps: list[list[_Block]]) -> bool:
-    """Swap the pair of blocks that best levels the steps of highest and lowest share; False if no
+def _swapped(updates: list[list[_Block]]) -> bool:
+    """Swap the pair of blocks that best levels the updates of highest and lowest share; False if no
     swap brings them nearer.
     """
-    rich, poor = max(steps, key=_share), min(steps, key=_share)
+    rich, poor = max(updates, key=_share), min(updates, key=_share)
     if rich is poor:
         return False
     (pos_a, rows_a), (pos_b, rows_b) = _totals(rich), _totals(poor)
@@ -213,7 +215,7 @@ def _share(blocks: list[_Block]) -> float:
 
 
 def _per_query(
-    rows_P: list[Tensor], is_positive_N: Tensor, num_steps: int, generator: torch.Generator | None
+    rows_P: list[Tensor], is_positive_N: Tensor, num_updates: int, generator: torch.Generator | None
 ) -> list[Tensor]:
     kept = []
     for row_R in rows_P:
@@ -221,26 +223,27 @@ def _per_query(
         count = min(map(len, sides))
         if count:
             kept.append(torch.cat([_drawn(side, count, generator) for side in sides]))
-    return deal(kept, num_steps) if len(kept) >= num_steps else []
+    return deal(kept, num_updates) if len(kept) >= num_updates else []
 
 
 def _buffer(
     is_positive_N: Tensor,
-    num_steps: int,
-    step_size: int | None,
+    num_updates: int,
+    update_size: int | None,
     low: float,
     high: float,
     generator: torch.Generator | None,
 ) -> list[Tensor]:
-    check_steps("reward_balanced", num_steps, len(is_positive_N), "rollouts")
+    check_updates("reward_balanced", num_updates, len(is_positive_N), "rollouts")
     sides = is_positive_N.nonzero().flatten(), (~is_positive_N).nonzero().flatten()
     num_pos, num_neg = map(len, sides)
-    size = step_size * num_steps if step_size else _largest(num_pos, num_neg, low)
-    counts = quota(num_pos, num_neg, size if size >= num_steps else num_pos + num_neg, high=high)
+    size = update_size * num_updates if update_size else _largest(num_pos, num_neg, low)
+    counts = quota(num_pos, num_neg, size if size >= num_updates else num_pos + num_neg, high=high)
     positives, negatives = (
-        _drawn(side, count, generator).tensor_split(num_steps) for side, count in zip(sides, counts)
+        _drawn(side, count, generator).tensor_split(num_updates)
+        for side, count in zip(sides, counts)
     )
-    # tensor_split puts the longer parts first: turned round for one side, steps stay equal in size
+    # tensor_split puts the longer parts first: turned round for one side, updates stay equal in size
     return [joined(pair) for pair in zip(positives, negatives[::-1])]
 
 

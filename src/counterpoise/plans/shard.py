@@ -1,6 +1,6 @@
-"""Cut one optimizer step into ranks and micro-batches.
+"""Cut one update into ranks and micro-batches.
 
-No cut changes a gradient: statistics and scales are columns of the whole step.
+No cut changes a gradient: statistics and scales are columns of the whole update.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def shard(
     number of micro-batches.
 
     Args:
-        row_R: rows of the step, numbers into ``length_N``; ``shard(torch.arange(len(step)),
-            length_N[step])`` gives positions in the step,
+        row_R: rows of the update, numbers into ``length_N``; ``shard(torch.arange(len(update)),
+            length_N[update])`` gives positions in the update,
             as ``Rows.select`` takes them.
         length_N: [N] tokens of each rollout (add the prompt's if the budget is to count them).
         num_ranks: data-parallel ranks.
         token_budget: padded tokens of a micro-batch; None is no limit.
         max_rows: rows of a micro-batch; None is no limit.
-        groups: [N] the prompt of each rollout; if given, a prompt's rows of the step stay on one
+        groups: [N] the prompt of each rollout; if given, a prompt's rows of the update stay on one
             rank.
 
     >>> [[micro.tolist() for micro in rank] for rank in shard(torch.arange(4), torch.tensor([9, 2, 3, 8]), num_ranks=2, token_budget=9)]

@@ -255,9 +255,8 @@ def add_lora(
     from peft import LoraConfig, get_peft_model
 
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
-    return get_peft_model(
-        model, LoraConfig(r=r, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
-    )  # pyright: ignore
+    rank: Any = {"r": r, "lora_alpha": alpha}  # peft's annotation says int, its code takes floats
+    return get_peft_model(model, LoraConfig(**rank, target_modules=modules, task_type="CAUSAL_LM"))
 
 
 def _first_line(error: Exception) -> str:

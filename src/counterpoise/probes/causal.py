@@ -1,11 +1,11 @@
 """The causal masking probe: what a token's change owes to three peers, by leaving their gradient
 out of the update.
 
-``tau = delta_full - delta_masked``. The gradient of a step is a sum over tokens, so the masked one
-is the full one minus that of the peers: one small backward, one optimizer step, one row to score.
+``tau = delta_full - delta_masked``. The gradient of a update is a sum over tokens, so the masked one
+is the full one minus that of the peers: one small backward, one update, one row to score.
 The clip factor is that of the full update, so that nothing but the peers' gradient is missing.
 
-Axes: R rows of the step, T response tokens.
+Axes: R rows of the update, T response tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from counterpoise.ledger import LogProbs, Params, Snapshot, class_gradients, res
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.types import Rows
 
-HIGH_ENTROPY = 0.8  # the top fifth of the step's tokens
+HIGH_ENTROPY = 0.8  # the top fifth of the update's tokens
 SET_SIZE = 3
 
-Token = tuple[int, int]  # row of the step, position
+Token = tuple[int, int]  # row of the update, position
 
 
 class Bucket(NamedTuple):
@@ -166,15 +166,15 @@ def chosen_targets(
     rows: Rows, entropy_RT: Tensor, num: int, seed: int
 ) -> Iterator[tuple[Token, Tensor]]:
     """Random tokens of the top fifth of entropy in rollouts with an advantage, spread over the
-    step; with the mask of that fifth.
+    update; with the mask of that fifth.
     """
     level = torch.quantile(entropy_RT[rows.mask_NT].double(), HIGH_ENTROPY)
     is_high_RT = (entropy_RT >= level) & rows.mask_NT
     pool = (is_high_RT & (rows.advantage_N != 0)[:, None]).nonzero().tolist()
     if not pool:
         raise ValueError(
-            "coupling: no rollout of this step has an advantage, so nothing is pushed. Choose"
-            " another step."
+            "coupling: no rollout of this update has an advantage, so nothing is pushed. Choose"
+            " another update."
         )
     for i in np.random.default_rng(seed).permutation(len(pool))[:num]:
         yield (pool[i][0], pool[i][1]), is_high_RT

@@ -1,8 +1,8 @@
-"""E3: one optimizer step taken in full, with positives only, with negatives only, and at the head
+"""E3: one update taken in full, with positives only, with negatives only, and at the head
 alone.
 
 Each variant starts from the same bit-exact snapshot. ``_fresh`` variants forget the optimizer's
-momentum first, so that the step holds this batch's gradient alone. The claim: against positives
+momentum first, so that the batch holds this batch's gradient alone. The claim: against positives
 only, the full update moves change from template to reasoning tokens."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANTS = (
 
 
 def probe(scene: Scene, output: Output) -> None:
-    """Changes of every token of the batch's first optimizer step under each variant."""
+    """Changes of every token of the batch's first update under each variant."""
     rows = scene.rows
     for name in VARIANTS:
         output.table(
@@ -42,7 +42,7 @@ def probe(scene: Scene, output: Output) -> None:
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Flip rates and shares from the variants' tables, of one step or of several."""
+    """Flip rates and shares from the variants' tables, of one batch or of several."""
     parts = [tables[name] for name in VARIANTS]
     table = joined(parts)
     numbers: dict[str, Any] = {
@@ -143,13 +143,13 @@ def share_difference(table: Frame, first: str, second: str) -> dict[str, Any]:
 
 
 def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
-    """Each category's share of sum(size), [1 + B, K]; over several steps the mean of the steps'
+    """Each category's share of sum(size), [1 + B, K]; over several batches the mean of the batches'
     shares.
 
-    One sum over all steps would weigh a step by how much a variant changes there: two variants that
-    agree in every step would then differ."""
-    step, size = (part["group"] // STRIDE).to_numpy(), np.asarray(size)
-    sizes = [size * (step == one) for one in np.unique(step)]
+    One sum over all batches would weigh a batch by how much a variant changes there: two variants that
+    agree in every batch would then differ."""
+    batch_number, size = (part["group"] // STRIDE).to_numpy(), np.asarray(size)
+    sizes = [size * (batch_number == one) for one in np.unique(batch_number)]
     masks = [(part["category"] == c).to_numpy() for c in names]
     ratio_BK = clustered(
         [s * m for s in sizes for m in masks],

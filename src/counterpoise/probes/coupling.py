@@ -25,7 +25,7 @@ from counterpoise.trainer.collect import autocast
 def probe(
     scene: Scene, output: Output, *, tokens: int = 2048, targets: int = 40, seed: int = 0
 ) -> None:
-    """Head tables over ``tokens`` tokens of the first optimizer step; tau of ``targets`` tokens in
+    """Head tables over ``tokens`` tokens of the first update; tau of ``targets`` tokens in
     8 buckets.
     """
     output.table("head", lambda: head_rows(scene, tokens))
@@ -33,7 +33,7 @@ def probe(
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """The numbers of both parts, of one step or of several."""
+    """The numbers of both parts, of one batch or of several."""
     causal = causal_numbers(tables["causal"])
     num_targets = len(tables["causal"][["group", "row", "position"]].drop_duplicates())
     return {"head": head_numbers(tables["head"]), "causal": causal, "num_targets": num_targets}
@@ -54,8 +54,8 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
     )
     if len(has_sign_M) < 2:
         raise ValueError(
-            f"coupling: no rollout of step {scene.step} has an advantage, so no token pushes"
-            " another. Choose another step."
+            f"coupling: no rollout of batch {scene.batch_number} has an advantage, so no token pushes"
+            " another. Choose another batch."
         )
     pick_M = has_sign_M[
         torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()
@@ -79,7 +79,7 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
 
 
 def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
-    """The causal probe on the batch's first optimizer step as it was taken."""
+    """The causal probe on the batch's first update as it was taken."""
     rows, model = scene.rows, scene.policy.model
     found = tried(scene, rows)
     texts = scene.texts(rows.row_R)
@@ -119,7 +119,7 @@ def causal_numbers(causal: Frame) -> dict[str, Any]:
     if not len(causal):
         raise ValueError(
             "coupling: no bucket has three peers for any target. Take more targets, a larger group,"
-            " or another step."
+            " or another batch."
         )
     names = {
         "/".join(bucket): (causal[list(bucket._fields)] == list(bucket)).all(axis=1)

@@ -1,5 +1,5 @@
 """Solution drift: a frozen bank of verified, distinct solutions, scored by every checkpoint of the
-run up to the step.
+run up to the batch.
 
 Learning that only removes wrong answers leaves the log-odds between right answers alone.
 """
@@ -20,7 +20,7 @@ from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
-from counterpoise.run.files import step_of
+from counterpoise.run.files import batch_of
 from counterpoise.run.rollouts import read_rollouts
 
 Entry = dict[str, Any]
@@ -38,10 +38,12 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     table = tables["bank"]
     numbers: dict[str, Any] = {
         "num_prompts": int(table["prompt"].nunique()),
-        "steps": sorted(table["step"].unique().tolist()),
+        "batches": sorted(table["batch"].unique().tolist()),
     }
     for quantity in ("log_odds_change", "entropy"):
-        sets = {str(step): table["step"] == step for step in numbers["steps"]}
+        sets = {
+            str(batch_number): table["batch"] == batch_number for batch_number in numbers["batches"]
+        }
         numbers[quantity] = means(table[quantity], sets, table["prompt"])
     return numbers
 
@@ -50,7 +52,11 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
     """One row a prompt and checkpoint; the bank is filled from the earliest saved rollouts on."""
     bank = solution_bank(scene, size)
     model, optimizer = scene.policy.model, scene.optimizer
-    paths = [path for path in checkpoint.checkpoints(scene.run_dir) if step_of(path) <= scene.step]
+    paths = [
+        path
+        for path in checkpoint.checkpoints(scene.run_dir)
+        if batch_of(path) <= scene.batch_number
+    ]
     saved, out = snapshot(model, optimizer), []
     try:
         for path in paths:
@@ -67,7 +73,7 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
                 out.append(
                     {
                         "prompt": entry["prompt_id"],
-                        "step": step_of(path),
+                        "batch": batch_of(path),
                         **{n: found[n] for n in ("log_odds_change", "entropy")},
                     }
                 )
@@ -77,15 +83,15 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
 
 
 def solution_bank(scene: Scene, size: int) -> list[Entry]:
-    """Prompts with two distinct verified solutions among the rollouts saved up to the step."""
+    """Prompts with two distinct verified solutions among the rollouts saved up to the batch."""
     bank: list[Entry] = []
-    for path in sorted((scene.run_dir / "rollouts").glob("step_*.parquet")):
-        if step_of(path) <= scene.step and len(bank) < size:
+    for path in sorted((scene.run_dir / "rollouts").glob("batch_*.parquet")):
+        if batch_of(path) <= scene.batch_number and len(bank) < size:
             bank = extended(bank, size, path)
     if not bank:
         raise ValueError(
-            f"drift: no prompt up to step {scene.step} has two distinct verified solutions, so"
-            " there is no bank. Raise rollouts.group_size, take an easier task, or a later step."
+            f"drift: no prompt up to batch {scene.batch_number} has two distinct verified solutions, so"
+            " there is no bank. Raise rollouts.group_size, take an easier task, or a later batch."
         )
     return bank
 
@@ -133,5 +139,5 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']}"
         " prompts)"
     )
-    out.update_layout(title=title, xaxis_title="rollout batch")
+    out.update_layout(title=title, xaxis_title="batch")
     return out.update_yaxes(title="mean |change|, nats, 95% interval", rangemode="tozero")

@@ -7,7 +7,7 @@ depends on the sign.
 At a shared trie node all rollouts bring the same gradient. With centred advantages it cancels where
 their weights are equal. All losses get the same advantages (reward minus group mean), the same
 reduction (one constant) and the same off-policy log-probs: those of the policy after all but the
-last of the batch's own optimizer steps. With one optimizer step a batch all ratios are 1 and there
+last of the batch's own updates. With one update a batch all ratios are 1 and there
 is nothing to see."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.loop import set_rate
-from counterpoise.trainer.update import take_step
+from counterpoise.trainer.update import apply_update
 
 NO_CLIP = {"clip_low": 1e6, "clip_high": 1e6}
 # name -> (M1 sequence coupling, M2 sign-dependent clipping, axes)
@@ -73,8 +73,8 @@ def probe(scene: Scene, output: Output) -> None:
     there. The excess is the distance from that."""
     if len(scene.plan) < 2:
         raise ValueError(
-            "exchangeability: one optimizer step a batch is on-policy, all ratios are 1. Train with"
-            " optimizer.steps_per_batch above 1."
+            "exchangeability: one update a batch is on-policy, all ratios are 1. Train with"
+            " optimizer.updates_per_batch above 1."
         )
     output.table("nodes", lambda: node_rows(scene))
 
@@ -118,8 +118,8 @@ def node_rows(scene: Scene) -> Columns:
     node_K = nodes.node_NT[shared.is_both_NT].unique()
     if not len(node_K):
         raise ValueError(
-            f"exchangeability: good and bad rollouts of step {scene.step} share no token. Choose"
-            " another step."
+            f"exchangeability: good and bad rollouts of batch {scene.batch_number} share no token. Choose"
+            " another batch."
         )
     first_M = torch.zeros_like(nodes.size_M).index_put(
         (nodes.node_NT[columns[1]],), columns[1].nonzero()[:, 0]
@@ -149,15 +149,15 @@ def node_rows(scene: Scene) -> Columns:
 
 
 def off_policy_logp(scene: Scene) -> torch.Tensor:
-    """Log-probs of the whole batch after all but the last of its own optimizer steps; model and
+    """Log-probs of the whole batch after all but the last of its own updates; model and
     optimizer are put back.
     """
     model, optimizer, batch = scene.policy.model, scene.optimizer, scene.collected.batch
     saved = snapshot(model, optimizer)
     try:
-        for k, row_R in enumerate(scene.plan.steps[:-1]):
+        for k, row_R in enumerate(scene.plan.updates[:-1]):
             set_rate(optimizer, scene.config, scene.state.num_updates + k)
-            take_step(
+            apply_update(
                 model,
                 optimizer,
                 scene.method,

@@ -1,4 +1,4 @@
-"""E1: which share of tokens moves against its own advantage, step after step.
+"""E1: which share of tokens moves against its own advantage, batch after batch.
 
 Reads the ledger's tables alone.
 
@@ -12,28 +12,30 @@ from typing import Any
 
 from counterpoise.probes.intervals import error_bars, mean_difference, means
 from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, columns_of
-from counterpoise.run.files import step_of
+from counterpoise.run.files import batch_of
 
-COLUMNS = ("step", "group", "sign", "change", "is_flip")
+COLUMNS = ("batch", "group", "sign", "change", "is_flip")
 SIDES = {"positive": 1, "negative": -1}
 CHANGES = ("boosted", "suppressed", "unchanged")
 COLOURS = {"positive": "#0072B2", "negative": "#D55E00"}
 
 
-def probe(run_dir: Path, step: int, output: Output) -> None:
-    """The trained tokens of rollouts with an advantage, of every ledgered batch up to ``step``."""
-    files = {step_of(path): path for path in sorted((run_dir / "tokens").glob("step_*.parquet"))}
-    if step not in files:
+def probe(run_dir: Path, batch_number: int, output: Output) -> None:
+    """The trained tokens of rollouts with an advantage, of every ledgered batch up to ``batch``."""
+    files = {batch_of(path): path for path in sorted((run_dir / "tokens").glob("batch_*.parquet"))}
+    if batch_number not in files:
         have = ", ".join(map(str, files)) or "none"
         raise ValueError(
-            f"{run_dir}: no ledger table of step {step} (there are: {have}). Train with"
+            f"{run_dir}: no ledger table of batch {batch_number} (there are: {have}). Train with"
             " ledger.every."
         )
-    output.table("tokens", lambda: token_columns([path for k, path in files.items() if k <= step]))
+    output.table(
+        "tokens", lambda: token_columns([path for k, path in files.items() if k <= batch_number])
+    )
 
 
 def token_columns(files: list[Path]) -> Columns:
-    """One row a token; tokens that no optimizer step saw are left out."""
+    """One row a token; tokens that no update saw are left out."""
     out: Columns = {name: [] for name in COLUMNS}
     for path in files:
         found = columns_of(path, (*COLUMNS, "delta"))
@@ -57,10 +59,10 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
             "flips: no ledgered batch has a rollout with an advantage. Train longer, or choose an"
             " easier task."
         )
-    tokens = tokens.assign(cluster=tokens["step"] * STRIDE + tokens["group"])
-    steps = sorted(tokens["step"].unique().tolist())
+    tokens = tokens.assign(cluster=tokens["batch"] * STRIDE + tokens["group"])
+    updates = sorted(tokens["batch"].unique().tolist())
     numbers: dict[str, Any] = {
-        "steps": steps,
+        "batches": updates,
         "num_tokens": len(tokens),
         "num_prompts": int(tokens["cluster"].nunique()),
     }
@@ -72,7 +74,10 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
             boosted, sides["positive"], sides["negative"], tokens["cluster"]
         )
     return numbers | {
-        "by_step": {str(step): shares(tokens[tokens["step"] == step]) for step in steps}
+        "by_batch": {
+            str(batch_number): shares(tokens[tokens["batch"] == batch_number])
+            for batch_number in updates
+        }
     }
 
 
@@ -103,15 +108,15 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     out = make_subplots(
         1, 2, subplot_titles=titles, horizontal_spacing=0.1, column_widths=[0.6, 0.4]
     )
-    by_step = numbers["by_step"]
+    by_batch = numbers["by_batch"]
     for quantity, dash, what in (
         ("flip_of_moved", "solid", "of tokens that changed"),
         ("flip", "dot", "of all tokens"),
     ):
         for side, colour in COLOURS.items():
             found = {
-                int(step): one[quantity][side]
-                for step, one in by_step.items()
+                int(batch_number): one[quantity][side]
+                for batch_number, one in by_batch.items()
                 if side in one[quantity]
             }
             y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
@@ -137,7 +142,7 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     out.update_layout(
         title="Tokens that an update moves against their own advantage", barmode="group"
     )
-    out.update_xaxes(title="rollout batch", row=1, col=1)
+    out.update_xaxes(title="batch", row=1, col=1)
     return out.update_yaxes(
         title="share of tokens, 95% interval", tickformat=".0%", rangemode="tozero"
     )

@@ -1,4 +1,4 @@
-"""What a probe leaves behind: ``RUN/probes/<name>/step_N/`` with raw data, a figure and a summary.
+"""What a probe leaves behind: ``RUN/probes/<name>/update_N/`` with raw data, a figure and a summary.
 
 Parts that are there are not made again.
 """
@@ -23,16 +23,22 @@ STRIDE = 1_000_000  # above any number of prompts in a batch
 
 
 class Output:
-    """The folder of one probe at one step."""
+    """The folder of one probe at one batch."""
 
     def __init__(
-        self, run_dir: Path, name: str, step: int, settings: dict[str, Any], *, fresh: bool = False
+        self,
+        run_dir: Path,
+        name: str,
+        batch_number: int,
+        settings: dict[str, Any],
+        *,
+        fresh: bool = False,
     ) -> None:
-        self.folder = run_dir / "probes" / name / f"step_{step:06d}"
+        self.folder = run_dir / "probes" / name / f"batch_{batch_number:06d}"
         self.facts = {
             "schema_version": SCHEMA_VERSION,
             "probe": name,
-            "step": step,
+            "batch": batch_number,
             "settings": settings,
         }
         if fresh:
@@ -103,7 +109,7 @@ def dressed(figure: Drawing) -> Drawing:
 
 
 def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
-    """Tables of several steps as one each; groups and pairs of different steps get different
+    """Tables of several batches as one each; groups and pairs of different batches get different
     numbers.
     """
     names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]

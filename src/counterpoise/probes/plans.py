@@ -1,4 +1,4 @@
-"""The audit of saved rollouts: what of each prompt meets in one optimizer step, as trained and
+"""The audit of saved rollouts: what of each prompt meets in one update, as trained and
 under other plans.
 
 TRL shuffles rows (``random_rows``); verl balances lengths (``length_sorted``).
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from counterpoise.maths.reduce import seeded
 from counterpoise.plans import PLANS, audit
-from counterpoise.run.files import step_file, step_of
+from counterpoise.run.files import batch_file, batch_of
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 
@@ -30,64 +30,64 @@ NEEDED = ("group", "reward", "token_ids")
 
 
 def audit_plans(
-    source: Path, *, step: int | None = None, num_steps: int | None = None, seed: int = 0
+    source: Path, *, batch_number: int | None = None, num_updates: int | None = None, seed: int = 0
 ) -> dict[str, Any]:
     """Audits of one rollouts file or of a run folder, a list a plan (one audit a batch), JSON.
 
     Args:
-        source: a ``rollouts/step_*.parquet`` file, or a run folder.
-        step: one batch of the run; all by default.
-        num_steps: optimizer steps a batch; the run's own by default, 4 for a file.
+        source: a ``rollouts/batch_*.parquet`` file, or a run folder.
+        batch: one batch of the run; all by default.
+        num_updates: updates a batch; the run's own by default, 4 for a file.
         seed: of plans that draw.
     """
-    files = rollout_files(source, step)
-    num_steps = num_steps or run_steps(source)
+    files = rollout_files(source, batch_number)
+    num_updates = num_updates or run_updates(source)
     audits: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
     for file in files:
         batch, advantage_N = read_batch(file)
-        for label, rows in plans_of(source, file, batch, num_steps, seed, problems).items():
+        for label, rows in plans_of(source, file, batch, num_updates, seed, problems).items():
             audits.setdefault(label, []).append(
                 {
-                    "step": step_of(file) if source.is_dir() else None,
+                    "batch": batch_of(file) if source.is_dir() else None,
                     **audit(rows, batch, advantage_N).as_dict(),
                 }
             )
     return {
         "source": str(source),
-        "num_steps": num_steps,
+        "num_updates": num_updates,
         "plans": audits,
         "problems": sorted(set(problems)),
     }
 
 
-def rollout_files(source: Path, step: int | None) -> list[Path]:
+def rollout_files(source: Path, batch_number: int | None) -> list[Path]:
     if source.is_file():
         return [source]
-    files = sorted((source / "rollouts").glob("step_*.parquet"))
+    files = sorted((source / "rollouts").glob("batch_*.parquet"))
     if not files:
         raise ValueError(
             f"audit: {source} is neither a rollouts file nor a run folder with"
-            " rollouts/step_*.parquet."
+            " rollouts/batch_*.parquet."
         )
-    chosen = [file for file in files if step is None or step_of(file) == step]
+    chosen = [file for file in files if batch_number is None or batch_of(file) == batch_number]
     if not chosen:
         raise ValueError(
-            f"audit: {source} has no rollouts of step {step}; it has steps {step_of(files[0])} to"
-            f" {step_of(files[-1])}."
+            f"audit: {source} has no rollouts of batch {batch_number}; it has batches {batch_of(files[0])} to"
+            f" {batch_of(files[-1])}."
         )
     return chosen
 
 
-def run_steps(source: Path) -> int:
-    """Optimizer steps a batch of the run; 4 where there is no recipe."""
+def run_updates(source: Path) -> int:
+    """Updates a batch of the run; 4 where there is no recipe."""
     if not (source.is_dir() and (source / "config.yaml").is_file()):
         return 4
     import yaml
 
     return int(
         ((yaml.safe_load((source / "config.yaml").read_text()) or {}).get("optimizer") or {}).get(
-            "steps_per_batch", 4
+            "updates_per_batch", 4
         )
     )
 
@@ -113,7 +113,7 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
     if not all(isinstance(row, list) for row in ids):
         raise ValueError(
             f"audit: {file} has one row a token. Give a file with one row a rollout"
-            " (rollouts/step_*.parquet)."
+            " (rollouts/batch_*.parquet)."
         )
     batch = TokenBatch.from_lists(
         ids,
@@ -125,25 +125,25 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
 
 
 def plans_of(
-    source: Path, file: Path, batch: TokenBatch, num_steps: int, seed: int, problems: list[str]
+    source: Path, file: Path, batch: TokenBatch, num_updates: int, seed: int, problems: list[str]
 ) -> dict[str, list[Tensor]]:
     """As trained, where the run says so, and under every plan of ours; a plan that cannot be made
     is told in ``problems``.
     """
     out: dict[str, list[Tensor]] = {}
-    kept = step_file(source, "plan", step_of(file), ".json") if source.is_dir() else None
+    kept = batch_file(source, "plan", batch_of(file), ".json") if source.is_dir() else None
     if kept is not None and kept.is_file():
         manifest = json.loads(kept.read_text())
         out["as trained"] = [torch.tensor(rows, dtype=torch.long) for rows in manifest["rows"]]
     for name, label in LABELS.items():
         try:
-            generator = seeded(seed, step_of(file) if source.is_dir() else 0, "plan")
+            generator = seeded(seed, batch_of(file) if source.is_dir() else 0, "plan")
             out[label] = call(
                 PLANS[name],
                 batch.group_N,
                 batch.reward_N,
                 batch.length_N,
-                num_steps=num_steps,
+                num_updates=num_updates,
                 generator=generator,
             )
         except ValueError as impossible:
@@ -153,7 +153,7 @@ def plans_of(
 
 def averages(audits: list[dict[str, Any]]) -> dict[str, float]:
     """What a table shows of a plan: means over batches; extremes of the positive share and of
-    tokens over all steps.
+    tokens over all batches.
     """
     shares = [share for one in audits for share in one["positive_frac"]]
     tokens = [count for one in audits for count in one["tokens"]]

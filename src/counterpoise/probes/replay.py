@@ -42,28 +42,28 @@ class Assigned(NamedTuple):
 
 
 def replay(
-    run_dir: Path, step: int, specs: Sequence[str], *, apply: bool = False
+    run_dir: Path, batch_number: int, specs: Sequence[str], *, apply: bool = False
 ) -> dict[str, Any]:
     """Credits of a saved batch under several methods, rank correlations, and with ``apply`` the
     update of each.
 
     Args:
-        run_dir, step: a run folder and a step with a checkpoint and rollouts.
+        run_dir, batch: a run folder and a batch with a checkpoint and rollouts.
         specs: names of methods, or YAML mappings with ``name`` and axes: ``{name: dapo, plan:
             query_preserved}``.
-        apply: try each method's update on the rows of the run's first optimizer step, all from one
+        apply: try each method's update on the rows of the run's first update, all from one
             snapshot.
 
-    Returns a summary, also in ``RUN/probes/replay/step_N/<methods>/summary.json``; beside it a
+    Returns a summary, also in ``RUN/probes/replay/update_N/<methods>/summary.json``; beside it a
     figure, ``credits.parquet`` and, with ``apply``,
     ``updates.parquet``.
     """
     named = dict(map(named_method, specs))
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
-    scene = open_scene(run_dir, step)
+    scene = open_scene(run_dir, batch_number)
     assigned = {label: assign(scene, made) for label, made in named.items()}
-    folder = run_dir / "probes" / "replay" / f"step_{step:06d}" / folder_name(list(named))
+    folder = run_dir / "probes" / "replay" / f"batch_{batch_number:06d}" / folder_name(list(named))
     columns = credit_columns(scene, assigned)
     numbers: dict[str, Any] = {
         "credit": {label: credit_numbers(one) for label, one in assigned.items()}
@@ -79,7 +79,7 @@ def replay(
             {label: table[f"delta/{label}"].to_numpy() for label in named}
         )
     write_table(folder / "credits.parquet", columns)
-    facts = {"probe": "replay", "step": step, "methods": list(named)}
+    facts = {"probe": "replay", "batch": batch_number, "methods": list(named)}
     return write_summary(folder, facts, numbers, lambda: figure(numbers))
 
 
@@ -125,7 +125,9 @@ def assign(scene: Scene, method: Method) -> Assigned:
     return Assigned(
         method,
         collected.batch,
-        method.assign(collected.batch, state, seed=scene.config.seed, step=scene.step),
+        method.assign(
+            collected.batch, state, seed=scene.config.seed, batch_number=scene.batch_number
+        ),
     )
 
 
@@ -174,7 +176,7 @@ def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
     """Each method's update of the same rows from the same snapshot, one row a token; signs are
     those of the run's own advantages.
     """
-    row_R = scene.plan.steps[0]
+    row_R = scene.plan.updates[0]
     columns: dict[str, torch.Tensor] = {
         "group": scene.collected.batch.group_N[row_R][:, None],
         "rollout": row_R[:, None],

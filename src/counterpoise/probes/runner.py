@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from counterpoise.errors import nearest
 from counterpoise.probes.output import Output, pooled_tables, write_summary
 from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
-from counterpoise.run.files import step_of
+from counterpoise.run.files import batch_of
 
 
 class Probe(NamedTuple):
-    """``module`` holds ``probe(scene or run folder and step, output, *, settings)``, which writes
+    """``module`` holds ``probe(scene or run folder and batch, output, *, settings)``, which writes
     tables, ``summarise(tables) -> numbers`` and ``figure(numbers)``.
     """
 
@@ -25,7 +25,7 @@ class Probe(NamedTuple):
 
     @property
     def can_pool(self) -> bool:
-        """Probes that follow the run over its steps have nothing to add up."""
+        """Probes that follow the run over its batches have nothing to add up."""
         return self.module.rpartition(".")[2] not in ("flips", "drift")
 
     @property
@@ -35,7 +35,7 @@ class Probe(NamedTuple):
     def summary(
         self, folder: Path, facts: dict[str, Any], tables: dict[str, Any]
     ) -> dict[str, Any]:
-        """Numbers and figure from the tables of one step or of several."""
+        """Numbers and figure from the tables of one batch or of several."""
         module = importlib.import_module(self.module)
         numbers = module.summarise(tables)
         return write_summary(
@@ -87,31 +87,31 @@ PROBES = {
 def run_probe(
     run_dir: Path,
     name: str,
-    step: int | None = None,
+    batch_number: int | None = None,
     settings: dict[str, Any] | None = None,
     *,
     fresh: bool = False,
     scene: Scene | None = None,
 ) -> dict[str, Any]:
     """Run a probe, or what is left of it, and return its summary (also in
-    ``RUN/probes/<name>/step_N/summary.json``).
+    ``RUN/probes/<name>/update_N/summary.json``).
 
     Args:
         run_dir: a run folder.
         name: one of ``PROBES``.
-        step: the rollout batch; the last one that can be probed by default.
+        batch: the batch; the last one that can be probed by default.
         settings: of the probe, see ``PROBES[name].settings``.
         fresh: begin again.
-        scene: the step, if it is open already: for several probes of one step.
+        scene: the batch, if it is open already: for several probes of one batch.
     """
-    output = make_tables(run_dir, name, step, settings, fresh=fresh, scene=scene)
+    output = make_tables(run_dir, name, batch_number, settings, fresh=fresh, scene=scene)
     return PROBES[name].summary(output.folder, output.facts, output.tables())
 
 
 def make_tables(
     run_dir: Path,
     name: str,
-    step: int | None = None,
+    batch_number: int | None = None,
     settings: dict[str, Any] | None = None,
     *,
     fresh: bool = False,
@@ -121,17 +121,25 @@ def make_tables(
     chosen = probe_of(name)
     whole = chosen.settings | checked(name, settings or {}, chosen.settings)
     read_config(run_dir)
-    step = last_step(run_dir, chosen.needs_snapshot) if step is None else step
+    batch_number = (
+        last_batch(run_dir, chosen.needs_snapshot) if batch_number is None else batch_number
+    )
     if chosen.needs_snapshot:
-        checkpoint_of(run_dir, step)
-    subject = (scene or open_scene(run_dir, step),) if chosen.needs_snapshot else (run_dir, step)
-    output = Output(run_dir, name, step, whole, fresh=fresh)  # last: --fresh drops what is there
+        checkpoint_of(run_dir, batch_number)
+    subject = (
+        (scene or open_scene(run_dir, batch_number),)
+        if chosen.needs_snapshot
+        else (run_dir, batch_number)
+    )
+    output = Output(
+        run_dir, name, batch_number, whole, fresh=fresh
+    )  # last: --fresh drops what is there
     chosen.run(*subject, output, **whole)
     return output
 
 
 def pool(run_dir: Path, name: str) -> dict[str, Any]:
-    """The numbers of a probe over all steps at which it was run; prompts of different steps are
+    """The numbers of a probe over all batches at which it was run; prompts of different batches are
     different clusters.
 
     Written to ``RUN/probes/<name>/pooled/``.
@@ -139,20 +147,20 @@ def pool(run_dir: Path, name: str) -> dict[str, Any]:
     chosen = probe_of(name)
     if not chosen.can_pool:
         raise ValueError(
-            f"probe {name!r} covers the run up to its step already. Run it at the last step instead"
+            f"probe {name!r} covers the run up to its batch already. Run it at the last batch instead"
             " of pooling."
         )
     folders = [
-        path.parent for path in sorted((run_dir / "probes" / name).glob("step_*/summary.json"))
+        path.parent for path in sorted((run_dir / "probes" / name).glob("batch_*/summary.json"))
     ]
     if not folders:
         raise ValueError(
-            f"{run_dir}: probe {name} was not run at any step yet. Run it with --step first."
+            f"{run_dir}: probe {name} was not run at any batch yet. Run it with --batch first."
         )
     folder = run_dir / "probes" / name / "pooled"
     return chosen.summary(
         folder,
-        {"probe": name, "steps": [step_of(path) for path in folders]},
+        {"probe": name, "batches": [batch_of(path) for path in folders]},
         pooled_tables(folders),
     )
 
@@ -195,13 +203,17 @@ def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str
     return given
 
 
-def last_step(run_dir: Path, needs_snapshot: bool) -> int:
-    """The last step with everything that a probe reads."""
-    folder, pattern = ("checkpoints", "step_*") if needs_snapshot else ("tokens", "step_*.parquet")
-    steps = sorted((step_of(path) for path in (run_dir / folder).glob(pattern)), reverse=True)
+def last_batch(run_dir: Path, needs_snapshot: bool) -> int:
+    """The last batch with everything that a probe reads."""
+    folder, pattern = (
+        ("checkpoints", "batch_*") if needs_snapshot else ("tokens", "batch_*.parquet")
+    )
+    updates = sorted((batch_of(path) for path in (run_dir / folder).glob(pattern)), reverse=True)
     if needs_snapshot:
-        steps = [k for k in steps if (run_dir / "rollouts" / f"step_{k:06d}.parquet").is_file()]
-    if not steps:
+        updates = [
+            k for k in updates if (run_dir / "rollouts" / f"batch_{k:06d}.parquet").is_file()
+        ]
+    if not updates:
         keys = "keep_every and save_rollouts_every" if needs_snapshot else "ledger.every"
-        raise ValueError(f"{run_dir}: no step to probe in {folder}/. Train with {keys}.")
-    return steps[0]
+        raise ValueError(f"{run_dir}: no batch to probe in {folder}/. Train with {keys}.")
+    return updates[0]

@@ -1,4 +1,4 @@
-"""A saved moment of a run: the checkpoint before rollout batch N, the batch itself, and everything
+"""A saved moment of a run: the checkpoint before batch N, the batch itself, and everything
 that trained on it.
 
 Axes as in ``types``.
@@ -18,7 +18,7 @@ from counterpoise.ledger import Texts, load_categories
 from counterpoise.policy import Policy
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import step_file, step_of
+from counterpoise.run.files import batch_file, batch_of
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import Collected, measured, prompts_from
@@ -29,12 +29,12 @@ from counterpoise.types import Credit, Plan, Rows
 
 
 class Scene(NamedTuple):
-    """Model and optimizer as they were before batch ``step``; the batch with its credit and plan
+    """Model and optimizer as they were before batch ``batch``; the batch with its credit and plan
     under the run's method.
     """
 
     run_dir: Path
-    step: int
+    batch_number: int
     config: Config
     method: Method
     policy: Policy
@@ -48,8 +48,8 @@ class Scene(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The rows of the batch's first optimizer step: on-policy, so nothing is clipped yet."""
-        return self.method.rows(self.collected.batch, self.credit, self.plan.steps[0])
+        """The rows of the batch's first update: on-policy, so nothing is clipped yet."""
+        return self.method.rows(self.collected.batch, self.credit, self.plan.updates[0])
 
     def texts(self, row_R: Tensor) -> Texts:
         """Rollouts as the model reads them."""
@@ -72,26 +72,33 @@ class Scene(NamedTuple):
         ]
 
 
-def open_scene(run_dir: Path, step: int) -> Scene:
-    """Load the checkpoint of ``step``, the rollouts that were trained on there, and give them
+def open_scene(run_dir: Path, batch_number: int) -> Scene:
+    """Load the checkpoint of ``batch``, the rollouts that were trained on there, and give them
     credit and plan again.
     """
-    path, config = checkpoint_of(run_dir, step), read_config(run_dir)
+    path, config = checkpoint_of(run_dir, batch_number), read_config(run_dir)
     method = make_method(**config.method)
     policy, reference = load_policy(config, method)
     optimizer = adamw(policy.model, config.optimizer)
     state = checkpoint.restore(path, policy.model, optimizer)
     set_rate(optimizer, config, state.num_updates)
     task = make_task(**config.task)
-    collected = with_prompts(saved_batch(run_dir, step, config, policy), task, config, state)
+    collected = with_prompts(
+        saved_batch(run_dir, batch_number, config, policy), task, config, state
+    )
     collected = measured(policy, method, config, collected, reference)
-    credit = method.assign(collected.batch, state.method, seed=config.seed, step=step)
+    credit = method.assign(
+        collected.batch, state.method, seed=config.seed, batch_number=batch_number
+    )
     plan = method.plan(
-        collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step
+        collected.batch,
+        config.optimizer.updates_per_batch,
+        seed=config.seed,
+        batch_number=batch_number,
     )
     return Scene(
         run_dir,
-        step,
+        batch_number,
         config,
         method,
         policy,
@@ -115,27 +122,28 @@ def read_config(run_dir: Path) -> Config:
     return load_config(run_dir / "config.yaml")
 
 
-def checkpoint_of(run_dir: Path, step: int) -> Path:
-    """The checkpoint before batch ``step``; a missing one is an error that names those that are
+def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
+    """The checkpoint before batch ``batch``; a missing one is an error that names those that are
     there.
     """
     read_config(run_dir)
-    found = {step_of(path): path for path in checkpoint.checkpoints(run_dir)}
-    usable = [k for k in found if step_file(run_dir, "rollouts", k, ".parquet").is_file()]
-    if step in usable:
-        return found[step]
-    have = f"steps with both: {', '.join(map(str, usable))}" if usable else "no step has both"
-    missing = "saved rollouts" if step in found else "checkpoint"
+    found = {batch_of(path): path for path in checkpoint.checkpoints(run_dir)}
+    usable = [k for k in found if batch_file(run_dir, "rollouts", k, ".parquet").is_file()]
+    if batch_number in usable:
+        return found[batch_number]
+    have = f"batches with both: {', '.join(map(str, usable))}" if usable else "no batch has both"
+    missing = "saved rollouts" if batch_number in found else "checkpoint"
     raise ValueError(
-        f"{run_dir}: no {missing} of step {step} ({have}). Train with keep_every and"
+        f"{run_dir}: no {missing} of batch {batch_number} ({have}). Train with keep_every and"
         " save_rollouts_every to keep checkpoints and rollouts."
     )
 
 
-def saved_batch(run_dir: Path, step: int, config: Config, policy: Policy) -> Collected:
-    """The rollout batch of a step on the policy's device."""
+def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy) -> Collected:
+    """The batch of a batch on the policy's device."""
     collected = read_rollouts(
-        step_file(run_dir, "rollouts", step, ".parquet"), max_length=config.rollouts.max_new_tokens
+        batch_file(run_dir, "rollouts", batch_number, ".parquet"),
+        max_length=config.rollouts.max_new_tokens,
     )
     device = policy.model.device
     names = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT", "entropy_NT")

@@ -1,7 +1,7 @@
 """The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they
 part.
 
-The first optimizer step of the batch is tried in full, with one sign alone, and at fractions of its
+The first update of the batch is tried in full, with one sign alone, and at fractions of its
 length: to second order the tax is 1/2 eta^2 g^T F g, so half a step costs a quarter. Over training
     the ledger keeps it (``ledger/tax/...`` of the metrics).
 """
@@ -21,7 +21,7 @@ from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import forget, tried
-from counterpoise.trainer.update import take_step
+from counterpoise.trainer.update import apply_update
 from counterpoise.types import Rows
 
 CONTEXTS = ("shared", "both_signs", "discriminating", "other")
@@ -29,13 +29,13 @@ FRACTIONS = (0.25, 0.5, 1.0, 2.0)
 
 
 def probe(scene: Scene, output: Output) -> None:
-    """KL of every token by kind of context and variant, and at fractions of the step."""
+    """KL of every token by kind of context and variant, and at fractions of the batch."""
     output.table("contexts", lambda: context_columns(scene))
     output.table("lengths", lambda: length_rows(scene))
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Mean KL by kind of context and variant, and the quadratic law; of one step or of several."""
+    """Mean KL by kind of context and variant, and the quadratic law; of one batch or of several."""
     table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()
     kl: dict[str, Any] = {}
     for variant, part in table.groupby("variant", sort=False):
@@ -91,7 +91,7 @@ def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
 
 
 def length_rows(scene: Scene) -> list[dict[str, Any]]:
-    """Mean KL over all tokens of the step at fractions of the parameter change (this batch's
+    """Mean KL over all tokens of the batch at fractions of the parameter change (this batch's
     gradient alone).
     """
     model, optimizer, rows = scene.policy.model, scene.optimizer, scene.rows
@@ -103,7 +103,7 @@ def length_rows(scene: Scene) -> list[dict[str, Any]]:
     out = []
     try:
         forget(optimizer)
-        take_step(model, optimizer, scene.method, rows, scene.collected, scene.config)
+        apply_update(model, optimizer, scene.method, rows, scene.collected, scene.config)
         after = copied(trainable(model))
         for fraction in FRACTIONS:
             move(model, before, after, fraction)
@@ -147,7 +147,5 @@ def figure(numbers: dict[str, Any]) -> Drawing:
             name=variant,
             marker_color=colour,
         )
-    out.update_layout(
-        title="KL that one optimizer step spends, by kind of context", barmode="group"
-    )
+    out.update_layout(title="KL that one update spends, by kind of context", barmode="group")
     return out.update_yaxes(title="KL, nats a token, log scale", type="log", dtick=1)

@@ -1,10 +1,10 @@
-"""Counterfactual updates: from one bit-exact snapshot, the same optimizer step with some of its
+"""Counterfactual updates: from one bit-exact snapshot, the same update with some of its
 tokens or parts left out.
 
 A token is left out by setting its ``scale`` to 0: its gradient does not enter, whatever the loss
 is, and nobody else's coefficient changes.
 
-Axes: R rows of the step, T response tokens.
+Axes: R rows of the update, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from counterpoise.ledger import Texts, copied, restore, trainable
 from counterpoise.ledger.account import Scores, head_state, scored
-from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.calculus.head_change import head_change
+from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone
 from counterpoise.probes.scene import Scene, placed
-from counterpoise.trainer.update import Update, take_step
+from counterpoise.trainer.update import Update, apply_update
 from counterpoise.types import Rows
 
 
@@ -54,11 +54,11 @@ def tried(
     memory: bool = True,
     method: Any = None,
 ) -> Change:
-    """Take one optimizer step on the rows, score them, and put everything back bit for bit.
+    """Take one update on the rows, score them, and put everything back bit for bit.
 
     Args:
         enters_RT: tokens whose gradient enters; None for all.
-        memory: False sets the optimizer's first moments to 0 beforehand, so that the step holds
+        memory: False sets the optimizer's first moments to 0 beforehand, so that the update holds
             this batch's gradient alone.
         method: whose loss to use; the run's by default.
     """
@@ -66,15 +66,15 @@ def tried(
     if enters_RT is not None:
         if not bool((enters_RT & rows.mask_NT).any()):
             raise ValueError(
-                f"probe: no token of step {scene.step} has the advantage that this update is made"
-                " of (all rollouts of its prompts earned the same?). Choose another step."
+                f"probe: no token of update {scene.batch_number} has the advantage that this update is made"
+                " of (all rollouts of its prompts earned the same?). Choose another update."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
     saved, before = snapshot(model, optimizer), copied(trainable(model))
     try:
         if not memory:
             forget(optimizer)
-        update = take_step(
+        update = apply_update(
             model, optimizer, method or scene.method, rows, scene.collected, scene.config
         )
         scores = scored(model, before, texts := scene.texts(rows.row_R), None)
@@ -100,7 +100,7 @@ def head_delta(model: Any, texts: Texts, new_head: Head) -> Tensor:
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Set first moments (momentum) to 0; second moments and step counts stay."""
+    """Set first moments (momentum) to 0; second moments and update counts stay."""
     for slot in optimizer.state.values():
         for name in ("exp_avg", "momentum_buffer"):
             if isinstance(slot.get(name), Tensor):

@@ -32,7 +32,7 @@ APART = 10.0  # added to the distance of tokens that may not be paired: more tha
 
 
 class Candidates(NamedTuple):
-    """Tokens of one origin and change: row of the step, position, entropy, the prompt's number."""
+    """Tokens of one origin and change: row of the batch, position, entropy, the prompt's number."""
 
     row: np.ndarray
     position: np.ndarray
@@ -65,7 +65,7 @@ def probe(
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Means and paired differences, of one step or of several."""
+    """Means and paired differences, of one batch or of several."""
     table = joined([tables[f"values_{origin}"] for origin in ORIGINS])
     return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {
         "both": numbers_of(table)
@@ -88,14 +88,14 @@ def matched_pairs(
         for name, side in sides.items():
             if not len(side.row):
                 raise ValueError(
-                    f"value: no {name} token in {origin} rollouts of step {scene.step}. Choose"
-                    " another step."
+                    f"value: no {name} token in {origin} rollouts of batch {scene.batch_number}. Choose"
+                    " another batch."
                 )
-        drawing = derived_seed(seed, scene.step, origin)
+        drawing = derived_seed(seed, scene.batch_number, origin)
         found = match(sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt)
         if not found:
             raise ValueError(
-                f"value: no prompt of step {scene.step} has both kinds in {origin} rollouts. Leave"
+                f"value: no prompt of batch {scene.batch_number} has both kinds in {origin} rollouts. Leave"
                 " same_prompt out."
             )
         for number, both in enumerate(found):
@@ -194,7 +194,7 @@ def prefix_values(
             prefixes,
             samples,
             max_new_tokens=settings.max_new_tokens,
-            seed=derived_seed(seed, scene.step, "value"),
+            seed=derived_seed(seed, scene.batch_number, "value"),
             stop_ids=policy.stop_ids,
             pad_id=policy.tokenizer.pad_token_id,
             temperature=settings.temperature,

@@ -2,8 +2,8 @@
 
 Each is ``fn(mask_NT, credit_NT, advantage_N, *, params) -> scale_NT``.
 
-A reduction sees the whole optimizer step (the rows of this rank; counts are pooled by ``reduce``),
-and any cut of the step slices the column. Padding is 0. ``count`` says which tokens the denominator
+A reduction sees the whole update (the rows of this rank; counts are pooled by ``reduce``),
+and any cut of the update slices the column. Padding is 0. ``count`` says which tokens the denominator
 counts, which is another thing than which tokens have a loss: "mask" all response tokens, "credited"
 those whose credit is not 0. Credit 0 still has its scale (a KL term may live there)."""
 
@@ -27,7 +27,7 @@ def per_token(
     count: str = "mask",
     reduce: Reduce = LOCAL,
 ) -> Tensor:
-    """scale = 1 / (counted tokens of the step): every token weighs the same (DAPO).
+    """scale = 1 / (counted tokens of the update): every token weighs the same (DAPO).
 
     No counted token: 0 everywhere.
 
@@ -57,7 +57,7 @@ def per_sequence(
     count: str = "mask",
     reduce: Reduce = LOCAL,
 ) -> Tensor:
-    """scale = 1 / (N n_i), n_i the counted tokens of rollout i, N the rollouts of the step,
+    """scale = 1 / (N n_i), n_i the counted tokens of rollout i, N the rollouts of the update,
     uncredited ones included (GRPO).
 
     A rollout without a counted token has scale 0. Arguments as for ``per_token``.
@@ -91,7 +91,7 @@ def constant_length(
         credit_NT: [N, T], not read.
         advantage_N: [N], not read.
         length: the constant; None takes the batch's ``max_length`` (the generation limit), else the
-            longest response of the step.
+            longest response of the update.
         max_length: offered by the caller from the batch.
         reduce: pools over ranks.
 
@@ -120,7 +120,7 @@ def side_means(
     response tokens.
 
     Tokens that a rule dropped still count in n_i. Rollouts with advantage 0 are on no side: scale
-    0. A step with one side only keeps that side with its weight of 1/2.
+    0. A update with one side only keeps that side with its weight of 1/2.
 
     Args:
         mask_NT: [N, T] response tokens.

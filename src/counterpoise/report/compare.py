@@ -26,7 +26,7 @@ from counterpoise.run.read import RunFolder
 from counterpoise.text import visible
 
 ACCURACY = "eval/accuracy"
-LAST = 10  # a training metric's final value is the mean of so many last steps
+LAST = 10  # a training metric's final value is the mean of so many last batches
 
 
 class Reach(NamedTuple):
@@ -34,7 +34,7 @@ class Reach(NamedTuple):
 
     reached: int
     total: int
-    steps: Interval
+    batches: Interval
     tokens: Interval
 
 
@@ -73,10 +73,10 @@ def comparison(
 
     Args:
         groups: runs by configuration (``grouped``).
-        metric: ``eval/accuracy``, or any key of metrics.jsonl (its mean over the last steps is then
+        metric: ``eval/accuracy``, or any key of metrics.jsonl (its mean over the last batches is then
             the final value).
         baseline: label of the group that the others are held against; the first one by default.
-        threshold: for steps and tokens to a threshold; the baseline's final mean by default.
+        threshold: for batches and tokens to a threshold; the baseline's final mean by default.
     """
     notes: list[str] = []
     if metric == ACCURACY and all(eval_series(run).empty for group in groups for run in group.runs):
@@ -119,7 +119,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
             "seeds": line.seeds,
             **{name: _clean(getattr(line, name)) for name in ("first", "final", "best")},
             "reached": [line.reach.reached, line.reach.total],
-            "steps_to_threshold": _clean(line.reach.steps),
+            "batches_to_threshold": _clean(line.reach.batches),
             "tokens_to_threshold": _clean(line.reach.tokens),
             "difference": _clean(line.against.difference) if line.against else None,
             "difference_over_seeds": _clean(line.over_seeds) if line.over_seeds else None,
@@ -191,10 +191,10 @@ def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
     }
     if len(set().union(*ends.values())) > 1:
         text = ", ".join(
-            f"{label}: {'/'.join(map(str, sorted(steps)))}" for label, steps in ends.items()
+            f"{label}: {'/'.join(map(str, sorted(batches)))}" for label, batches in ends.items()
         )
         notes.append(
-            f"Runs end at different steps ({text}): final values are not at equal budgets."
+            f"Runs end at different batches ({text}): final values are not at equal budgets."
         )
     if (
         metric == ACCURACY
@@ -207,23 +207,23 @@ def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
 
 
 def _reach(group: Group, metric: str, threshold: float) -> Reach:
-    steps, tokens = [], []
+    batches, tokens = [], []
     for run in group.runs:
         series = _series(run, metric)
-        at = first_at_least([int(step) for step in series.index], series.tolist(), threshold)
+        at = first_at_least([int(batch) for batch in series.index], series.tolist(), threshold)
         if at is not None:
-            steps.append(float(at))
+            batches.append(float(at))
             tokens.append(_tokens_until(run, int(at), metric))
-    return Reach(len(steps), len(group.runs), _range(steps), _range(tokens))
+    return Reach(len(batches), len(group.runs), _range(batches), _range(tokens))
 
 
-def _tokens_until(run: RunFolder, step: int, metric: str) -> float:
-    """Response tokens sampled before the value at ``step``: an evaluation at step k comes after k
+def _tokens_until(run: RunFolder, batch: int, metric: str) -> float:
+    """Response tokens sampled before the value at ``batch``: an evaluation at batch k comes after k
     batches, a metric within its batch.
     """
     if "rollouts/num_tokens" not in run.metrics:
         return math.nan
-    done = run.metrics["step"] < step if metric == ACCURACY else run.metrics["step"] <= step
+    done = run.metrics["batch"] < batch if metric == ACCURACY else run.metrics["batch"] <= batch
     return float(run.metrics["rollouts/num_tokens"][done].sum())
 
 
@@ -241,7 +241,7 @@ def _series(run: RunFolder, metric: str) -> pd.Series:
     if metric.startswith("eval/"):
         return eval_series(run, metric)
     return (
-        run.metrics.set_index("step")[metric].dropna()
+        run.metrics.set_index("batch")[metric].dropna()
         if metric in run.metrics
         else pd.Series(dtype=float)
     )
@@ -264,7 +264,7 @@ def _per_prompt(group: Group, metric: str) -> list[np.ndarray]:
 def _prompts(run: RunFolder, metric: str) -> np.ndarray:
     last = max(
         (row for row in run.evals if _is_rewards(row.get("reward_PK"))),
-        key=lambda row: row["step"],
+        key=lambda row: row["batch"],
         default=None,
     )
     if metric != ACCURACY or last is None:

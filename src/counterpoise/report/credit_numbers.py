@@ -1,4 +1,4 @@
-"""Numbers of one step's tokens: distributions by sign, mass by category, flips, cancellation,
+"""Numbers of one batch's tokens: distributions by sign, mass by category, flips, cancellation,
 prediction. From the tokens table alone.
 
 Every mean over tokens comes with a bootstrap interval over prompts.
@@ -44,7 +44,7 @@ COLUMNS = (
     "is_fully_shared",
     "is_fork",
     "node",
-    "optimizer_step",
+    "update",
     "coef",
     "scale",
 )
@@ -61,11 +61,11 @@ class Row(NamedTuple):
     count: int
 
 
-def tokens_of(run: RunFolder, step: int | None = None) -> tuple[int, Frame] | None:
-    """Response tokens of a step (the last one with a readable table), those that take part in the
+def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | None:
+    """Response tokens of a batch (the last one with a readable table), those that take part in the
     loss.
     """
-    for at in [step] if step is not None else reversed(run.steps("tokens")):
+    for at in [batch] if batch is not None else reversed(run.batches("tokens")):
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
@@ -201,7 +201,7 @@ def prediction(frame: Frame, size: int = 1500) -> Prediction | None:
 
 
 class TopToken(NamedTuple):
-    """A token text with what it got over a step."""
+    """A token text with what it got over a batch."""
 
     text: str
     count: int

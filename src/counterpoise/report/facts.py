@@ -24,10 +24,10 @@ AXES = {
     "credit": "how it is spread over tokens",
     "loss": "shape of ratio and clip",
     "reduction": "the denominator",
-    "plan": "which rollouts share an optimizer step",
-    "controller": "what changes over steps",
+    "plan": "which rollouts share an update",
+    "controller": "what changes over batches",
 }
-SETTINGS = ("model", "task", "num_steps", "rollouts", "optimizer", "eval", "ledger", "lora")
+SETTINGS = ("model", "task", "num_batches", "rollouts", "optimizer", "eval", "ledger", "lora")
 NOT_IN_FILES = "not in the files"
 BY_PRESET = "preset"
 
@@ -77,7 +77,7 @@ def settings_table(groups: Sequence[Group]) -> Table:
     rows.append(
         [
             "batches done",
-            *(", ".join(str(_steps_done(run)) for run in group.runs) for group in groups),
+            *(", ".join(str(_batches_done(run)) for run in group.runs) for group in groups),
         ]
     )
     return Table(
@@ -263,5 +263,5 @@ def _setting(value: Any) -> str:
     return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 400)
 
 
-def _steps_done(run: RunFolder) -> int:
+def _batches_done(run: RunFolder) -> int:
     return len(run.metrics)

@@ -14,7 +14,7 @@ import pandas as pd
 from counterpoise.maths.intervals import over_seeds
 from counterpoise.run.read import RunFolder
 
-# settings that cannot change what is learnt: what is written, and how a step is cut to fit the
+# settings that cannot change what is learnt: what is written, and how a batch is cut to fit the
 # memory
 OBSERVERS = (
     *(
@@ -38,13 +38,13 @@ class Group(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One number over steps: each run's values, their mean, and the interval (NaN with one run).
+    """One number over batches: each run's values, their mean, and the interval (NaN with one run).
 
     ``interval`` says what the band is: ``seeds`` (Student's t over three or more runs), ``range``
     (two runs), ``own`` (the number came with its own interval), or empty.
     """
 
-    step: np.ndarray
+    batch: np.ndarray
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
@@ -82,12 +82,12 @@ def seed_of(run: RunFolder) -> Any:
 
 
 def curve(group: Group, key: str) -> Curve | None:
-    """A metric of ``metrics.jsonl`` over steps; None if no run has it."""
+    """A metric of ``metrics.jsonl`` over batches; None if no run has it."""
     return _curve([_metric(run, key) for run in group.runs])
 
 
 def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
-    """A held-out number after so many rollout batches; of one run with the interval that the
+    """A held-out number after so many batches; of one run with the interval that the
     evaluation brought.
     """
     found = _curve([eval_series(run, key) for run in group.runs])
@@ -97,18 +97,18 @@ def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
     if low.empty or high.empty:
         return found
     return found._replace(
-        low=low.reindex(found.step).to_numpy(),
-        high=high.reindex(found.step).to_numpy(),
+        low=low.reindex(found.batch).to_numpy(),
+        high=high.reindex(found.batch).to_numpy(),
         interval="own",
     )
 
 
 def eval_series(run: RunFolder, key: str = "eval/accuracy") -> pd.Series:
-    """Evaluations by the number of rollout batches trained before; from ``evals.jsonl``, else from
+    """Evaluations by the number of batches trained before; from ``evals.jsonl``, else from
     ``metrics.jsonl``.
     """
     rows = {
-        row["step"]: row[key]
+        row["batch"]: row[key]
         for row in run.evals
         if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
     }
@@ -121,7 +121,7 @@ def eval_series(run: RunFolder, key: str = "eval/accuracy") -> pd.Series:
 def _metric(run: RunFolder, key: str) -> pd.Series:
     if key not in run.metrics:
         return pd.Series(dtype=float)
-    return run.metrics.set_index("step")[key].dropna().astype(float)
+    return run.metrics.set_index("batch")[key].dropna().astype(float)
 
 
 def _curve(runs: list[pd.Series]) -> Curve | None:

@@ -1,10 +1,10 @@
-"""Numbers of the ledger over time, one step's tokens at a time: flips, residual, learning tax,
+"""Numbers of the ledger over time, one batch's tokens at a time: flips, residual, learning tax,
 entropy of shared tokens.
 
 Every number is that of ``metrics.jsonl`` (docs/ledger.md), computed again from the tokens so that
 it carries a bootstrap interval over prompts.
 
-Axes: P prompts, S optimizer steps.
+Axes: P prompts, S updates.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ NODES = ("node", "node_positive", "node_negative", "group")
 TAX = ("shared by all", "shared by both signs", "forks", "elsewhere")
 
 
-def ledger_rows(run: RunFolder, step: int) -> dict[str, list[Row]]:
-    """All these numbers of a step, by chart; empty lists where the columns are missing.
+def ledger_rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
+    """All these numbers of a batch, by chart; empty lists where the columns are missing.
 
-    A step is read once.
+    A batch is read once.
     """
-    return run.once(("ledger", step), lambda: _rows(run, step))
+    return run.once(("ledger", batch), lambda: _rows(run, batch))
 
 
 def tax(frame: Frame) -> list[Row]:
-    """KL(after || before), mean over the tokens of each kind of context, then over optimizer steps."""
-    if not has(frame, "kl", "is_fully_shared", "is_fork", "optimizer_step", *NODES):
+    """KL(after || before), mean over the tokens of each kind of context, then over updates."""
+    if not has(frame, "kl", "is_fully_shared", "is_fork", "update", *NODES):
         return []
     known = frame[frame["kl"].notna()]
     full, fork = known["is_fully_shared"] > 0, known["is_fork"] > 0
     both = (known["node_positive"] > 0) & (known["node_negative"] > 0)
     kinds = zip(TAX, (full, both, fork, ~(full | both | fork)))
     return [
-        Row(name, _by_step(known["kl"][is_in], known[is_in]), int(is_in.sum()))
+        Row(name, _by_batch(known["kl"][is_in], known[is_in]), int(is_in.sum()))
         for name, is_in in kinds
         if is_in.any()
     ]
 
 
 def residual(frame: Frame) -> list[Row]:
-    """What is left of the coefficients at each token that both signs share in an optimizer step;
-    mean over these, then over steps.
+    """What is left of the coefficients at each token that both signs share in an update;
+    mean over these, then over batches.
     """
-    if not has(frame, "coef", "scale", "sign", "optimizer_step", *NODES):
+    if not has(frame, "coef", "scale", "sign", "update", *NODES):
         return []
     value = frame["coef"] * frame["scale"]
     parts = pd.DataFrame(
@@ -61,15 +61,15 @@ def residual(frame: Frame) -> list[Row]:
             "group": frame["group"],
         }
     )
-    by_node: Any = parts.groupby([frame["optimizer_step"], frame["node"]])
+    by_node: Any = parts.groupby([frame["update"], frame["node"]])
     nodes: Frame = by_node[["sum", "size", "up", "down"]].sum().join(by_node["group"].first())
-    nodes = nodes[(nodes["up"] > 0) & (nodes["down"] > 0)].reset_index("optimizer_step")
+    nodes = nodes[(nodes["up"] > 0) & (nodes["down"] > 0)].reset_index("update")
     if nodes.empty:
         return []
     left = np.where(
         nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0
     )
-    return [Row("residual", _by_step(pd.Series(left, nodes.index), nodes), len(nodes))]
+    return [Row("residual", _by_batch(pd.Series(left, nodes.index), nodes), len(nodes))]
 
 
 def shared_entropy(frame: Frame) -> list[Row]:
@@ -85,8 +85,8 @@ def shared_entropy(frame: Frame) -> list[Row]:
     ]
 
 
-def _rows(run: RunFolder, step: int) -> dict[str, list[Row]]:
-    found = tokens_of(run, step)
+def _rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
+    found = tokens_of(run, batch)
     if found is None:
         return {}
     frame = found[1]
@@ -98,9 +98,9 @@ def _rows(run: RunFolder, step: int) -> dict[str, list[Row]]:
     }
 
 
-def _by_step(value: Any, rows: Frame) -> Interval:
-    """Mean of ``value`` within each optimizer step, then over them; prompts are drawn."""
-    by = [rows[name].to_numpy() for name in ("group", "optimizer_step")]
+def _by_batch(value: Any, rows: Frame) -> Interval:
+    """Mean of ``value`` within each update, then over them; prompts are drawn."""
+    by = [rows[name].to_numpy() for name in ("group", "update")]
     table: Frame = (
         pd.Series(np.asarray(value, float)).groupby(by).agg(["sum", "count"]).unstack(fill_value=0)
     )

@@ -31,7 +31,7 @@ SECTIONS = {
     "learning": ("Learning", "What the policy earned, batch by batch."),
     "plan": (
         "Plan",
-        "Which rollouts share an optimizer step. Only what meets in a step can cancel in it.",
+        "Which rollouts share an update. Only what meets in a batch can cancel in it.",
     ),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
@@ -68,7 +68,7 @@ def write_report(
     paths: Sequence[str | Path],
     out: Path | None = None,
     *,
-    step: int | None = None,
+    batch: int | None = None,
     **compared: Any,
 ) -> tuple[Path, Content]:
     """Write the report of one run, or the comparison of several; returns its path and what it
@@ -78,11 +78,11 @@ def write_report(
         paths: run folders.
         out: the page; ``report/index.html`` in the run, or in the folder above several runs, by
             default.
-        step: which tokens table to show; the last one by default.
+        batch: which tokens table to show; the last one by default.
         compared: ``metric``, ``baseline``, ``threshold`` of the comparison.
     """
     runs = [open_run(path) for path in paths]
-    found = content(runs, step=step, **compared)
+    found = content(runs, batch=batch, **compared)
     out = out or default_path(runs)
     write_text(out, render(found))
     return out, found
@@ -103,19 +103,19 @@ def default_path(runs: Sequence[RunFolder]) -> Path:
     return out
 
 
-def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: Any) -> Content:
+def content(runs: Sequence[RunFolder], *, batch: int | None = None, **compared: Any) -> Content:
     """Read everything; what the files lack ends up in ``absent`` and ``problems``."""
-    if step is not None and not any(
-        step in run.steps(folder) for run in runs for folder in ("tokens", "rollouts")
+    if batch is not None and not any(
+        batch in run.batches(folder) for run in runs for folder in ("tokens", "rollouts")
     ):
-        known = sorted({found for run in runs for found in run.steps("tokens")})
+        known = sorted({found for run in runs for found in run.batches("tokens")})
         raise ValueError(
-            f"report: no run has tokens or rollouts of step {step}. Steps with tokens: {known[:20]}"
+            f"report: no run has tokens or rollouts of batch {batch}. Updates with tokens: {known[:20]}"
         )
     groups = grouped(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
-    drawn = [(chart, charts.draw(chart, groups, step)) for chart in charts.CHARTS]
+    drawn = [(chart, charts.draw(chart, groups, batch)) for chart in charts.CHARTS]
     return Content(
         title=first.name if len(runs) == 1 else " · ".join(group.label for group in groups),
         groups=groups,
@@ -132,7 +132,7 @@ def content(runs: Sequence[RunFolder], *, step: int | None = None, **compared: A
         },
         comparison=compare,
         details=[
-            samples.detail(group.label, group.runs[0], step, 3 if len(groups) == 1 else 1)
+            samples.detail(group.label, group.runs[0], batch, 3 if len(groups) == 1 else 1)
             for group in groups
         ],
         problems=[

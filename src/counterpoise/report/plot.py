@@ -5,7 +5,7 @@ Each takes a run folder, a ``load_run`` table, or a list of them (runs that diff
 
     cp.plot.accuracy(["runs/grpo-0", "runs/grpo-1", "runs/delta-0"])
     cp.plot.flips("runs/demo")
-    cp.plot.weights("runs/demo", step=50)
+    cp.plot.weights("runs/demo", batch=50)
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 Source = str | Path | Run | RunFolder
 
 
-def chart(name: str, runs: Source | Sequence[Source], step: int | None = None) -> go.Figure:
+def chart(name: str, runs: Source | Sequence[Source], batch: int | None = None) -> go.Figure:
     """A chart by name.
 
     Args:
         name: one of ``names()``.
         runs: a run folder, a loaded run, or several.
-        step: for charts of tokens, which batch; the last one with a ledger by default.
+        batch: for charts of tokens, which batch; the last one with a ledger by default.
     """
     found = {chart.name: chart for chart in charts.CHARTS}.get(name)
     if found is None:
         raise ValueError(f"plot: unknown chart {name!r}. Known: {', '.join(names())}.")
     several = [runs] if isinstance(runs, (str, Path, Run, RunFolder)) else runs
-    drawing = charts.draw(found, grouped([_folder(run) for run in several]), step)
+    drawing = charts.draw(found, grouped([_folder(run) for run in several]), batch)
     if drawing is None:
         raise ValueError(
             f"plot.{name}: these runs hold no data for {found.title!r}. {found.definition}"
@@ -72,8 +72,8 @@ def __getattr__(name: str) -> Any:
             f"counterpoise.plot has no chart {name!r}. Known: {', '.join(names())}."
         )
 
-    def draw(runs: Source | Sequence[Source], step: int | None = None) -> go.Figure:
-        return chart(name, runs, step)
+    def draw(runs: Source | Sequence[Source], batch: int | None = None) -> go.Figure:
+        return chart(name, runs, batch)
 
     draw.__name__ = name
     draw.__doc__ = next(

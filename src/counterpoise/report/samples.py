@@ -1,5 +1,5 @@
 """Text for people: rollouts of a few prompts with every token coloured by its credit, the tokens
-with the most credit, the plan of a step.
+with the most credit, the plan of a batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SamplePrompt(NamedTuple):
     which colours end.
     """
 
-    step: int
+    batch: int
     coloured_by: str
     limit: float
     group: int
@@ -54,11 +54,11 @@ class SamplePrompt(NamedTuple):
 
 
 class Tops(NamedTuple):
-    """Tokens with the largest and the smallest sum of credit in a step; ``scale`` is the largest
+    """Tokens with the largest and the smallest sum of credit in a batch; ``scale`` is the largest
     bound of their means.
     """
 
-    step: int
+    batch: int
     up: list[TopToken]
     down: list[TopToken]
     scale: float
@@ -75,14 +75,14 @@ class Detail(NamedTuple):
     samples: list[SamplePrompt]
 
 
-def detail(label: str, run: RunFolder, step: int | None, num: int) -> Detail:
+def detail(label: str, run: RunFolder, batch: int | None, num: int) -> Detail:
     """Plan, top tokens and ``num`` sample prompts of a run."""
-    return Detail(label, plan_table(run), tops(run, step), sample_prompts(run, step, num))
+    return Detail(label, plan_table(run), tops(run, batch), sample_prompts(run, batch, num))
 
 
-def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> list[SamplePrompt]:
-    """Prompts of the last step that both signs answered, the best and the worst rollout of each."""
-    at = _step(run, step)
+def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> list[SamplePrompt]:
+    """Prompts of the last batch that both signs answered, the best and the worst rollout of each."""
+    at = _batch(run, batch)
     if at is None:
         return []
     columns = (
@@ -100,7 +100,7 @@ def sample_prompts(run: RunFolder, step: int | None = None, num: int = 3) -> lis
     if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
         return []
     rollouts = table.to_pandas()
-    found = tokens_of(run, at) if at in run.steps("tokens") else None
+    found = tokens_of(run, at) if at in run.batches("tokens") else None
     tokens = found[1] if found else None
     column = colour_column(tokens)
     mixed = (
@@ -141,9 +141,9 @@ def colour_limit(tokens: Frame, column: str) -> float:
     return float(np.quantile(tokens[column].abs().dropna(), 0.98)) if column else 1.0
 
 
-def tops(run: RunFolder, step: int | None = None) -> Tops | None:
-    """The step, and its tokens with the largest and smallest sum of credit."""
-    found = tokens_of(run, step)
+def tops(run: RunFolder, batch: int | None = None) -> Tops | None:
+    """The batch, and its tokens with the largest and smallest sum of credit."""
+    found = tokens_of(run, batch)
     up, down = top_tokens(found[1]) if found else ([], [])
     if not found or not (up or down):
         return None
@@ -154,11 +154,11 @@ def tops(run: RunFolder, step: int | None = None) -> Tops | None:
 
 
 def plan_table(run: RunFolder) -> tuple[int, Table] | None:
-    """The last plan: rows, prompts, tokens, positives and sum of advantage of each optimizer step."""
-    for step in reversed(run.steps("plan")):
+    """The last plan: rows, prompts, tokens, positives and sum of advantage of each update."""
+    for batch in reversed(run.batches("plan")):
         plan, table = (
-            run.plan(step),
-            run.table("rollouts", step, ("group", "reward", "advantage", "token_ids")),
+            run.plan(batch),
+            run.table("rollouts", batch, ("group", "reward", "advantage", "token_ids")),
         )
         if plan is None or not _is_plan(plan.get("rows")):
             continue
@@ -169,29 +169,31 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
         )
         rows = [_plan_row(k, part, rollouts) for k, part in enumerate(plan["rows"])]
         head = [
-            "optimizer step",
+            "update",
             "rollouts",
             "prompts",
             "tokens",
             "positive share",
             "sum of advantage",
         ]
-        return step, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
+        return batch, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
     return None
 
 
-def _step(run: RunFolder, step: int | None) -> int | None:
-    if step is not None:
-        return step
-    both = sorted(set(run.steps("tokens")) & set(run.steps("rollouts"))) or run.steps("rollouts")
+def _batch(run: RunFolder, batch: int | None) -> int | None:
+    if batch is not None:
+        return batch
+    both = sorted(set(run.batches("tokens")) & set(run.batches("rollouts"))) or run.batches(
+        "rollouts"
+    )
     return both[-1] if both else None
 
 
-def _prompt(step: int, rows: Frame, tokens: Frame | None, column: str) -> SamplePrompt:
+def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> SamplePrompt:
     best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
     first = rows.iloc[0]
     return SamplePrompt(
-        step=step,
+        batch=batch,
         limit=colour_limit(tokens, column) if tokens is not None else 1.0,
         coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(
             column, ""

@@ -1,7 +1,7 @@
 """Checkpoints: a plain Hugging Face folder with the optimizer (safetensors) and the loop's state
 (JSON) beside it. Nothing is unpickled.
 
-``checkpoints/step_K`` is the state before rollout batch K. It is complete or absent: a folder is
+``checkpoints/update_K`` is the state before batch K. It is complete or absent: a folder is
 filled under another name, synced, renamed."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from counterpoise.policy.load import quiet
-from counterpoise.run.files import step_file, step_of, write_folder, write_json
+from counterpoise.run.files import batch_file, batch_of, write_folder, write_json
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.trainer.config import ConfigError
 
@@ -25,12 +25,12 @@ ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
 class LoopState(NamedTuple):
-    """What the loop carries from one rollout batch to the next, besides weights and optimizer.
+    """What the loop carries from one batch to the next, besides weights and optimizer.
 
     JSON.
     """
 
-    step: int = 0
+    batch_number: int = 0
     num_prompts: int = 0
     num_updates: int = 0
     num_tokens: int = 0
@@ -48,10 +48,10 @@ def save(
     keep: int,
     keep_every: int,
 ) -> Path:
-    """Write ``checkpoints/step_K`` and drop older ones beyond ``keep`` (those at multiples of
+    """Write ``checkpoints/update_K`` and drop older ones beyond ``keep`` (those at multiples of
     ``keep_every`` stay).
     """
-    path = step_file(run_dir, "checkpoints", state.step, "")
+    path = batch_file(run_dir, "checkpoints", state.batch_number, "")
 
     def fill(folder: Path) -> None:
         with quiet():
@@ -71,7 +71,7 @@ def save(
             " free some space."
         ) from error
     for stale in checkpoints(run_dir)[:-keep]:
-        if not (keep_every and step_of(stale) % keep_every == 0):
+        if not (keep_every and batch_of(stale) % keep_every == 0):
             shutil.rmtree(stale)
     return path
 
@@ -80,10 +80,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [
         path
-        for path in (run_dir / "checkpoints").glob("step_*")
-        if re.fullmatch(r"step_\d+", path.name)
+        for path in (run_dir / "checkpoints").glob("batch_*")
+        if re.fullmatch(r"batch_\d+", path.name)
     ]
-    return sorted((path for path in found if (path / "state.json").is_file()), key=step_of)
+    return sorted((path for path in found if (path / "state.json").is_file()), key=batch_of)
 
 
 def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:

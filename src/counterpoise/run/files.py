@@ -101,13 +101,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def step_file(run_dir: Path, folder: str, step: int, suffix: str) -> Path:
-    return run_dir / folder / f"step_{step:06d}{suffix}"
+def batch_file(run_dir: Path, folder: str, batch_number: int, suffix: str) -> Path:
+    return run_dir / folder / f"batch_{batch_number:06d}{suffix}"
 
 
-def step_of(path: Path) -> int:
-    """The step a file or checkpoint belongs to."""
-    return int(path.name.split(".")[0].removeprefix("step_"))
+def batch_of(path: Path) -> int:
+    """The batch a file or checkpoint belongs to."""
+    return int(path.name.split(".")[0].removeprefix("batch_"))
 
 
 def write_table(path: Path, columns: dict[str, Any]) -> None:

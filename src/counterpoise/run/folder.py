@@ -1,11 +1,11 @@
 """The run folder: the contract between training and everything that reads it.
 
-Steps are rollout batches, counted from 0.
+Updates are batches, counted from 0.
 
 ``config.yaml`` · ``manifest.json`` · ``metrics.jsonl`` (deterministic numbers) · ``timing.jsonl``
 (seconds, tokens/s) ·
-``rollouts/step_*.parquet`` · ``tokens/step_*.parquet`` · ``plan/step_*.json`` ·
-``checkpoints/step_*/`` · ``tensorboard/``"""
+``rollouts/batch_*.parquet`` · ``tokens/batch_*.parquet`` · ``plan/batch_*.json`` ·
+``checkpoints/batch_*/`` · ``tensorboard/``"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from counterpoise.run.files import read_jsonl, step_of, sync_folder, write_json, write_text
+from counterpoise.run.files import batch_of, read_jsonl, sync_folder, write_json, write_text
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.trainer.config import Config, ConfigError
 
@@ -93,16 +93,16 @@ def facts(config: Config, device: torch.device, method: dict[str, Any]) -> dict[
     }
 
 
-def rewind(run_dir: Path, step: int) -> None:
-    """Forget what was written at or after ``step``, so that a resumed run writes it again."""
+def rewind(run_dir: Path, batch_number: int) -> None:
+    """Forget what was written at or after ``batch``, so that a resumed run writes it again."""
     for name in ("metrics.jsonl", "timing.jsonl"):
-        kept = [row for row in read_jsonl(run_dir / name) if row["step"] < step]
+        kept = [row for row in read_jsonl(run_dir / name) if row["batch"] < batch_number]
         write_text(run_dir / name, "".join(json.dumps(row) + "\n" for row in kept))
-    evals = [row for row in read_jsonl(run_dir / "evals.jsonl") if row["step"] <= step]
+    evals = [row for row in read_jsonl(run_dir / "evals.jsonl") if row["batch"] <= batch_number]
     write_text(run_dir / "evals.jsonl", "".join(json.dumps(row) + "\n" for row in evals))
     for folder in ("rollouts", "tokens", "plan"):
-        for file in (run_dir / folder).glob("step_*"):
-            if step_of(file) >= step:
+        for file in (run_dir / folder).glob("batch_*"):
+            if batch_of(file) >= batch_number:
                 file.unlink()
     sync_folder(run_dir)
 

@@ -21,7 +21,7 @@ import yaml
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.text import visible
 
-STEP_FILE = re.compile(r"step_(\d+)\.(?:parquet|json)")
+BATCH_FILE = re.compile(r"batch_(\d+)\.(?:parquet|json)")
 MAX_CONFIG_BYTES = 1 << 20
 TABLES = ("rollouts", "tokens")
 
@@ -46,21 +46,21 @@ class RunFolder:
     def name(self) -> str:
         return self.path.name
 
-    def steps(self, folder: str) -> list[int]:
-        """Steps that have a file in ``rollouts``, ``tokens`` or ``plan``."""
-        return sorted(step_files(self.path, folder))
+    def batches(self, folder: str) -> list[int]:
+        """Updates that have a file in ``rollouts``, ``tokens`` or ``plan``."""
+        return sorted(batch_files(self.path, folder))
 
     def table(
         self,
         folder: str,
-        step: int,
+        batch: int,
         columns: Sequence[str] | None = None,
         equal: dict[str, int] | None = None,
     ) -> pa.Table | None:
-        """A step's table, or those of ``columns`` that it has; ``equal`` keeps rows, e.g.
+        """A batch's table, or those of ``columns`` that it has; ``equal`` keeps rows, e.g.
         ``{"group": 3}``. None if it cannot be read.
         """
-        file = step_files(self.path, folder).get(step)
+        file = batch_files(self.path, folder).get(batch)
         if file is None:
             return None
         try:
@@ -71,12 +71,12 @@ class RunFolder:
             )
             return None
 
-    def types(self, folder: str, step: int) -> dict[str, pa.DataType]:
-        """Columns of a step and their types; empty if the file is missing or broken.
+    def types(self, folder: str, batch: int) -> dict[str, pa.DataType]:
+        """Columns of a batch and their types; empty if the file is missing or broken.
 
         Notes a schema from the future.
         """
-        file = step_files(self.path, folder).get(step)
+        file = batch_files(self.path, folder).get(batch)
         if file is None:
             return {}
         try:
@@ -91,13 +91,13 @@ class RunFolder:
         )
         return dict(zip(schema.names, schema.types))
 
-    def columns(self, folder: str, step: int) -> list[str]:
-        """Names of a step's columns."""
-        return list(self.types(folder, step))
+    def columns(self, folder: str, batch: int) -> list[str]:
+        """Names of a batch's columns."""
+        return list(self.types(folder, batch))
 
-    def plan(self, step: int) -> dict[str, Any] | None:
-        """The plan of a step as the trainer wrote it."""
-        file = step_files(self.path, "plan").get(step)
+    def plan(self, batch: int) -> dict[str, Any] | None:
+        """The plan of a batch as the trainer wrote it."""
+        file = batch_files(self.path, "plan").get(batch)
         found = _read_json(file, self.problems) if file else None
         return found if isinstance(found, dict) else None
 
@@ -148,7 +148,7 @@ def open_run(path: str | Path) -> RunFolder:
         evals=[
             row
             for row in _rows(path, "evals.jsonl", problems, needed=False)
-            if type(row.get("step")) is int
+            if type(row.get("batch")) is int
         ],
         problems=problems,
     )
@@ -157,14 +157,14 @@ def open_run(path: str | Path) -> RunFolder:
     return run
 
 
-def step_files(run_dir: Path, folder: str) -> dict[int, Path]:
-    """step -> file, for files that truly lie in the run folder (a link that leads out of it is not
+def batch_files(run_dir: Path, folder: str) -> dict[int, Path]:
+    """batch -> file, for files that truly lie in the run folder (a link that leads out of it is not
     followed).
     """
     root = run_dir.resolve()
     found = {}
-    for file in (root / folder).glob("step_*"):
-        match = STEP_FILE.fullmatch(file.name)
+    for file in (root / folder).glob("batch_*"):
+        match = BATCH_FILE.fullmatch(file.name)
         if match and is_inside(root, file):
             found[int(match[1])] = file
     return found
@@ -266,16 +266,16 @@ def _rows(path: Path, name: str, problems: list[str], needed: bool = True) -> li
 
 
 def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) -> pd.DataFrame:
-    """One row a step, finite numbers only; the last row of a step wins."""
-    rows = [row for row in _rows(path, name, problems, needed) if type(row.get("step")) is int]
+    """One row a batch, finite numbers only; the last row of a batch wins."""
+    rows = [row for row in _rows(path, name, problems, needed) if type(row.get("batch")) is int]
     frame = pd.DataFrame(rows)
     if frame.empty:
-        return pd.DataFrame({"step": pd.Series(dtype="int64")})
+        return pd.DataFrame({"batch": pd.Series(dtype="int64")})
     numeric: Any = frame.apply(lambda column: pd.to_numeric(column, errors="coerce")).replace(
         [math.inf, -math.inf], math.nan
     )
-    is_last = ~numeric["step"].duplicated(keep="last")
-    return numeric.loc[is_last].sort_values(by="step").reset_index(drop=True)
+    is_last = ~numeric["batch"].duplicated(keep="last")
+    return numeric.loc[is_last].sort_values(by="batch").reset_index(drop=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,13 +13,13 @@ from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.trainer.collect import Collected
 from counterpoise.types import Credit, Prompt, TokenBatch
 
-READ = (  # columns of a rollout batch that a step can be made again from
+READ = (  # columns of a batch that a batch can be made again from
     *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
     *("token_ids", "reward", "inference_logprobs", "entropy"),
 )
 
 
-def write_rollouts(path: Path, step: int, collected: Collected, credit: Credit) -> None:
+def write_rollouts(path: Path, batch_number: int, collected: Collected, credit: Credit) -> None:
     """One row a rollout; token columns are lists without padding."""
     batch = collected.batch
     group = batch.group_N.tolist()
@@ -28,7 +28,7 @@ def write_rollouts(path: Path, step: int, collected: Collected, credit: Credit) 
     write_table(
         path,
         {
-            "step": [step] * batch.num_rollouts,
+            "batch": [batch_number] * batch.num_rollouts,
             "rollout": list(range(batch.num_rollouts)),
             "group": group,
             "prompt_id": [prompt.id for prompt in prompts],
@@ -50,7 +50,7 @@ def write_rollouts(path: Path, step: int, collected: Collected, credit: Credit) 
 
 
 def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
-    """The rollout batch of a step again, as it was when it was sampled and graded (columns that
+    """The batch of a batch again, as it was when it was sampled and graded (columns that
     were measured are left out).
     """
     import pyarrow.parquet as pq
@@ -61,7 +61,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
     except ArrowInvalid as error:
         raise ValueError(
             f"{path} is not a parquet file ({error}). It is cut off or was replaced: choose another"
-            " step."
+            " batch."
         ) from None
     version = (table.schema.metadata or {}).get(b"counterpoise_schema", b"").decode()
     if version != str(SCHEMA_VERSION):

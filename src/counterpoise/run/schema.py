@@ -1,16 +1,16 @@
 """The run folder's files and columns: one place for writers, readers, the viewer's labels and the
 docs. Reads and writes nothing itself.
 
-Column names follow prime-rl's token export where it has one. Steps are rollout batches, counted
+Column names follow prime-rl's token export where it has one. Updates are batches, counted
 from 0."""
 
 from __future__ import annotations
 
 SCHEMA_VERSION = 1
 
-# rollouts/step_*.parquet, one row a rollout; the last group are lists, one entry a response token
+# rollouts/batch_*.parquet, one row a rollout; the last group are lists, one entry a response token
 ROLLOUT_COLUMNS = {
-    "step": "rollout batch, counted from 0",
+    "batch": "batch, counted from 0",
     "rollout": "number of the rollout in its batch",
     "group": "number of the prompt in its batch",
     "prompt_id": "the task's name for the prompt",
@@ -29,11 +29,11 @@ ROLLOUT_COLUMNS = {
     "entropy": "entropy of the sampling distribution at the token, nats",
 }
 
-# tokens/step_*.parquet, one row a response token (the ledger)
+# tokens/batch_*.parquet, one row a response token (the ledger)
 TOKEN_COLUMNS = {
-    "step": "rollout batch, counted from 0",
-    "optimizer_step": (
-        "which optimizer step of the batch trained this token, counted from 0; null if the plan"
+    "batch": "batch, counted from 0",
+    "update": (
+        "which update of the batch trained this token, counted from 0; null if the plan"
         " left its rollout out"
     ),
     "group": "number of the prompt in its batch",
@@ -53,11 +53,11 @@ TOKEN_COLUMNS = {
         " update"
     ),
     "is_clipped": "the loss was on its clipped side: coef 0 although credit is not",
-    "importance_ratio": "exp(trainer - sampler log-prob) before the optimizer step",
+    "importance_ratio": "exp(trainer - sampler log-prob) before the update",
     "inference_logprobs": "sampler log-prob",
-    "trainer_logprobs": "log-prob just before the optimizer step",
-    "trainer_logprobs_after": "log-prob just after the optimizer step, same forward",
-    "delta": "change of the log-prob by the optimizer step",
+    "trainer_logprobs": "log-prob just before the update",
+    "trainer_logprobs_after": "log-prob just after the update, same forward",
+    "delta": "change of the log-prob by the update",
     "noise_floor": "largest change seen when scoring twice without an update",
     "change": "boosted, suppressed, or unchanged (|delta| within the noise floor)",
     "is_flip": "moved against the sign of its own advantage",

@@ -44,11 +44,11 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """One row a step: every number of ``metrics.jsonl``, and of ``timing.jsonl`` where it is
+        """One row a batch: every number of ``metrics.jsonl``, and of ``timing.jsonl`` where it is
         there.
         """
         metrics, timing = self.folder.metrics, self.folder.timing
-        both = metrics if timing.shape[1] < 2 else metrics.merge(timing, on="step", how="left")
+        both = metrics if timing.shape[1] < 2 else metrics.merge(timing, on="batch", how="left")
         return self._from_pandas(both)
 
     @property
@@ -56,27 +56,27 @@ class Run:
         """One row an evaluation; ``reward_PK`` holds the rewards, one list a prompt."""
         return self._from_pandas(pd.DataFrame(self.folder.evals))
 
-    def steps(self, table: str = "rollouts") -> list[int]:
-        """Steps that have a file in ``rollouts`` or ``tokens``."""
-        return self.folder.steps(table)
+    def batches(self, table: str = "rollouts") -> list[int]:
+        """Updates that have a file in ``rollouts`` or ``tokens``."""
+        return self.folder.batches(table)
 
-    def rollouts(self, step: int | None = None, columns: Sequence[str] | None = None) -> Any:
-        """One row a rollout, of one step or of all."""
-        return self._table("rollouts", step, columns)
+    def rollouts(self, batch: int | None = None, columns: Sequence[str] | None = None) -> Any:
+        """One row a rollout, of one batch or of all."""
+        return self._table("rollouts", batch, columns)
 
-    def tokens(self, step: int | None = None, columns: Sequence[str] | None = None) -> Any:
-        """One row a response token (the ledger), of one step or of all."""
-        return self._table("tokens", step, columns)
+    def tokens(self, batch: int | None = None, columns: Sequence[str] | None = None) -> Any:
+        """One row a response token (the ledger), of one batch or of all."""
+        return self._table("tokens", batch, columns)
 
-    def _table(self, folder: str, step: int | None, columns: Sequence[str] | None) -> Any:
-        steps = self.steps(folder)
-        if step is not None and step not in steps:
+    def _table(self, folder: str, batch: int | None, columns: Sequence[str] | None) -> Any:
+        batches = self.batches(folder)
+        if batch is not None and batch not in batches:
             raise ValueError(
-                f"{self.folder.name!r}: no {folder} of step {step}. There are:"
-                f" {steps[:20]}{' ...' if len(steps) > 20 else ''}"
+                f"{self.folder.name!r}: no {folder} of batch {batch}. There are:"
+                f" {batches[:20]}{' ...' if len(batches) > 20 else ''}"
             )
         tables = [
-            self.folder.table(folder, at, columns) for at in (steps if step is None else [step])
+            self.folder.table(folder, at, columns) for at in (batches if batch is None else [batch])
         ]
         found = [table for table in tables if table is not None]
         if not found:
@@ -97,7 +97,7 @@ class Run:
 
 
 def load_run(path: str | Path, engine: Engine = "pandas") -> Run:
-    """Tables of a run folder: ``metrics``, ``evals``, ``rollouts(step)``, ``tokens(step)``.
+    """Tables of a run folder: ``metrics``, ``evals``, ``rollouts(batch)``, ``tokens(batch)``.
 
     Args:
         path: the run folder.
@@ -106,8 +106,8 @@ def load_run(path: str | Path, engine: Engine = "pandas") -> Run:
     Example::
 
         run = cp.load_run("runs/demo")
-        run.metrics[["step", "reward/mean", "eval/accuracy"]]
-        run.tokens(step=50).groupby("category")["delta"].mean()
+        run.metrics[["batch", "reward/mean", "eval/accuracy"]]
+        run.tokens(batch=50).groupby("category")["delta"].mean()
     """
     if engine not in ("pandas", "polars"):
         raise ValueError(f"load_run: engine must be 'pandas' or 'polars', got {engine!r}.")

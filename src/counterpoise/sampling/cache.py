@@ -98,8 +98,6 @@ def spread(cache: DynamicCache, row_N: Tensor) -> DynamicCache:
 def _roomy(layer: Any) -> Any:
     # exactly this class: subclasses keep more than keys and values. A layer that reads another's
     # cache stays empty.
-    return (
-        RoomyLayer(layer.keys, layer.values)
-        if type(layer) is DynamicLayer and layer.is_initialized
-        else layer
-    )  # pyright: ignore
+    if type(layer) is not DynamicLayer or not layer.is_initialized:
+        return layer
+    return RoomyLayer(layer.keys, layer.values)  # pyright: ignore[reportArgumentType]

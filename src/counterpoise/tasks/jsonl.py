@@ -162,9 +162,8 @@ def equal_answers(answer: str, text: str) -> bool:
 
     # its own limits use signal.alarm, which only works in a main thread; graders are timed from
     # outside
-    return verify(
-        list(_parsed_answer(answer)), parse(text, parsing_timeout=None), timeout_seconds=None
-    )  # pyright: ignore[reportArgumentType]
+    parsed = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return verify(list(_parsed_answer(answer)), parsed, timeout_seconds=None)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -22,7 +22,7 @@ from counterpoise.types import Prompt, TokenBatch
 
 
 class Collected(NamedTuple):
-    """A rollout batch with everything that is known of it.
+    """A batch with everything that is known of it.
 
     ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group.
     """
@@ -37,15 +37,15 @@ class Collected(NamedTuple):
 
 
 def collect(
-    policy: Policy, task: Any, method: Method, config: Config, step: int, start: int
+    policy: Policy, task: Any, method: Method, config: Config, batch_number: int, start: int
 ) -> Collected:
-    """Sample and grade one rollout batch; where the plan draws from a buffer, round after round
+    """Sample and grade one batch; where the plan draws from a buffer, round after round
     until both signs are there.
     """
-    rounds = [_round(policy, task, method, config, step, start, 0)]
-    size = step_size(method, config)
+    rounds = [_round(policy, task, method, config, batch_number, start, 0)]
+    size = update_size(method, config)
     while size and len(rounds) < config.buffer.max_rounds and not _ready(rounds, size):
-        rounds.append(_round(policy, task, method, config, step, start, len(rounds)))
+        rounds.append(_round(policy, task, method, config, batch_number, start, len(rounds)))
     return joined(rounds)
 
 
@@ -98,8 +98,8 @@ def measured(
     return collected._replace(batch=batch.replace(**columns))
 
 
-def step_size(method: Method, config: Config) -> int:
-    """Rows of the whole rollout batch if the plan draws them from a buffer, else 0."""
+def update_size(method: Method, config: Config) -> int:
+    """Rows of the whole batch if the plan draws them from a buffer, else 0."""
     is_buffer = (
         base(method.planner).__name__ == "reward_balanced"
         and bound(method.planner).get("mode") == "buffer"
@@ -115,7 +115,7 @@ def autocast(model: torch.nn.Module) -> Any:
 
 
 def joined(parts: list[Collected]) -> Collected:
-    """Several rollout batches as one; groups of different parts stay apart."""
+    """Several batches as one; groups of different parts stay apart."""
     if len(parts) == 1:
         return parts[0]
     offset = itertools.accumulate([0, *(len(part.prompts) for part in parts[:-1])])
@@ -172,7 +172,13 @@ def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
 
 
 def _round(
-    policy: Policy, task: Any, method: Method, config: Config, step: int, start: int, number: int
+    policy: Policy,
+    task: Any,
+    method: Method,
+    config: Config,
+    batch_number: int,
+    start: int,
+    number: int,
 ) -> Collected:
     settings = config.rollouts
     prompts = prompts_from(
@@ -195,7 +201,7 @@ def _round(
             top_k=settings.top_k,
             stop_ids=policy.stop_ids,
             pad_id=policy.tokenizer.pad_token_id,
-            seed=derived_seed(config.seed, step, f"rollouts/{number}"),
+            seed=derived_seed(config.seed, batch_number, f"rollouts/{number}"),
             max_rows=settings.max_rows or len(prompt_ids) * settings.group_size,
             needs=method.needs,
         )

@@ -40,13 +40,13 @@ class Optimizer(Section):
 
     ``activation_checkpointing`` computes activations again in the backward (less memory, about a
     third more time); ``compile`` compiles the decoder layers of the update with torch.compile (on a
-    GPU: a minute at the start, faster steps)."""
+    GPU: a minute at the start, faster batches)."""
 
     lr: float = Field(default=3e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    steps_per_batch: int = Field(default=4, ge=1)
+    updates_per_batch: int = Field(default=4, ge=1)
     clip_norm: float | None = Field(default=1.0, gt=0)
     warmup: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -119,7 +119,7 @@ class Config(Section):
     device: str = "auto"
     task: dict[str, Any] = {"name": "arithmetic"}
     method: dict[str, Any] = {"name": "grpo"}
-    num_steps: int = Field(default=60, ge=1)
+    num_batches: int = Field(default=60, ge=1)
     rollouts: Rollouts = Rollouts()
     optimizer: Optimizer = Optimizer()
     eval: Eval = Eval()
@@ -163,6 +163,13 @@ class Config(Section):
             if name not in known:
                 raise ValueError(f"unknown tracker {name!r}. {nearest(name, known)}")
         return value
+
+
+# keys of recipes written for schema version 1
+RENAMED = {
+    "num_steps": "num_batches",
+    "optimizer.steps_per_batch": "optimizer.updates_per_batch",
+}
 
 
 class ConfigError(ValueError):
@@ -225,6 +232,8 @@ def _value(text: str) -> Any:
 def _first_fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
+    if where in RENAMED:
+        return f"config: {where!r} is called {RENAMED[where]!r} now."
     if fault["type"] == "extra_forbidden":
         section: Any = Config
         for part in fault["loc"][:-1]:

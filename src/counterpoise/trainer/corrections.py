@@ -25,7 +25,7 @@ CORRECT = 0.5  # rewards above are correct
 
 
 def corrected(
-    policy: Policy, task: Any, config: Config, step: int, collected: Collected
+    policy: Policy, task: Any, config: Config, batch_number: int, collected: Collected
 ) -> Collected:
     """The batch with verified corrections appended as further rollouts of their groups; unchanged
     where the recipe has no ``corrections``.
@@ -35,7 +35,7 @@ def corrected(
     pairs = failed_with_reference(collected)
     if not pairs:
         return collected
-    rollouts, texts = _sampled(policy, config, step, collected, pairs)
+    rollouts, texts = _sampled(policy, config, batch_number, collected, pairs)
     owner = [pairs[i][0] for i in rollouts.prompt_index_N.tolist()]
     group = collected.batch.group_N.tolist()
     graded = grade(
@@ -86,7 +86,11 @@ def response_ids(token_ids_NT: torch.Tensor, mask_NT: torch.Tensor) -> list[list
 
 
 def _sampled(
-    policy: Policy, config: Config, step: int, collected: Collected, pairs: list[tuple[int, int]]
+    policy: Policy,
+    config: Config,
+    batch_number: int,
+    collected: Collected,
+    pairs: list[tuple[int, int]],
 ) -> tuple[Any, list[str]]:
     assert config.corrections is not None
     settings, group = config.rollouts, collected.batch.group_N.tolist()
@@ -109,7 +113,7 @@ def _sampled(
             temperature=settings.temperature,
             stop_ids=policy.stop_ids,
             pad_id=policy.tokenizer.pad_token_id,
-            seed=derived_seed(config.seed, step, "corrections"),
+            seed=derived_seed(config.seed, batch_number, "corrections"),
             max_rows=settings.max_rows or 1024,
         )
     return rollouts, responses(policy, rollouts)

@@ -21,7 +21,7 @@ from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.run import checkpoint
 from counterpoise.run import folder as run_folder
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import append_json, read_jsonl, step_file, write_json
+from counterpoise.run.files import append_json, batch_file, read_jsonl, write_json
 from counterpoise.run.rollouts import write_rollouts
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
@@ -29,10 +29,10 @@ from counterpoise.trainer.collect import Collected, check_prompts, collect, meas
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.corrections import corrected
 from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
-from counterpoise.trainer.metrics import step_metrics
+from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
-from counterpoise.trainer.update import Update, adamw, learning_rate, prepare_update, take_step
+from counterpoise.trainer.update import Update, adamw, apply_update, learning_rate, prepare_update
 
 
 class Result(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
     """
 
     run_dir: Path
-    step: int
+    batch_number: int
     is_finished: bool
     first: Interval | None
     last: Interval | None
@@ -69,27 +69,32 @@ def train(
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
     state = start(run_dir, config, method, policy, optimizer, resume)
-    trackers = open_trackers(config, run_dir, state.step)
+    trackers = open_trackers(config, run_dir, state.batch_number)
     progress = progress or Progress(quiet=True)
 
-    with stop_requests() as stop, progress.open(config, state.step):
-        if state.step == 0:
+    with stop_requests() as stop, progress.open(config, state.batch_number):
+        if state.batch_number == 0:
             evaluated(run_dir, 0, policy, task, config)
             save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
-        while state.step < config.num_steps and not stop:
-            step, clock = state.step, Clock()
+        while state.batch_number < config.num_batches and not stop:
+            batch_number, clock = state.batch_number, Clock()
 
-            collected = collect(policy, task, method, config, step, state.num_prompts)
+            collected = collect(policy, task, method, config, batch_number, state.num_prompts)
             num_prompts = len(collected.prompts)
-            collected = corrected(policy, task, config, step, collected)
+            collected = corrected(policy, task, config, batch_number, collected)
             clock.mark("sample_s")
 
             collected = measured(policy, method, config, collected, reference)
             clock.mark("measure_s")
 
-            credit = method.assign(collected.batch, state.method, seed=config.seed, step=step)
+            credit = method.assign(
+                collected.batch, state.method, seed=config.seed, batch_number=batch_number
+            )
             plan = method.plan(
-                collected.batch, config.optimizer.steps_per_batch, seed=config.seed, step=step
+                collected.batch,
+                config.optimizer.updates_per_batch,
+                seed=config.seed,
+                batch_number=batch_number,
             )
             clock.mark("credit_s")
 
@@ -100,36 +105,41 @@ def train(
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
                     updates.append(
-                        take_step(policy.model, optimizer, method, rows, collected, config)
+                        apply_update(policy.model, optimizer, method, rows, collected, config)
                     )
                     ledger.after(updates[-1])
             clock.mark("update_s")
 
             state = advanced(state, collected, num_prompts, credit.state, updates, ledger.state)
             metrics = {
-                "step": step,
-                **step_metrics(collected, credit, plan, updates),
+                "batch": batch_number,
+                **batch_metrics(collected, credit, plan, updates),
                 **ledger.metrics,
             }
             if config.eval.every and (
-                state.step % config.eval.every == 0 or state.step == config.num_steps
+                state.batch_number % config.eval.every == 0
+                or state.batch_number == config.num_batches
             ):
-                metrics |= evaluated(run_dir, state.step, policy, task, config)
+                metrics |= evaluated(run_dir, state.batch_number, policy, task, config)
             clock.mark("eval_s")
 
-            write_step(run_dir, config, step, collected, credit, plan.manifest, metrics, clock)
-            is_due = bool(config.checkpoint_every) and state.step % config.checkpoint_every == 0
+            write_batch(
+                run_dir, config, batch_number, collected, credit, plan.manifest, metrics, clock
+            )
+            is_due = (
+                bool(config.checkpoint_every) and state.batch_number % config.checkpoint_every == 0
+            )
             save(
                 run_dir,
                 policy,
                 optimizer,
                 state,
                 config,
-                always=is_due or bool(stop) or state.step == config.num_steps,
+                always=is_due or bool(stop) or state.batch_number == config.num_batches,
             )
             for tracker in trackers:
-                tracker.log(step, {**metrics, **clock.seconds})
-            progress.show(step, metrics, clock.seconds)
+                tracker.log(batch_number, {**metrics, **clock.seconds})
+            progress.show(batch_number, metrics, clock.seconds)
     for tracker in trackers:
         tracker.close()
     accuracies = [
@@ -137,7 +147,9 @@ def train(
         for row in read_jsonl(run_dir / "evals.jsonl")
     ]
     first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
-    return Result(run_dir, state.step, state.step == config.num_steps, first, last)
+    return Result(
+        run_dir, state.batch_number, state.batch_number == config.num_batches, first, last
+    )
 
 
 def check_groups(method: Method, config: Config) -> None:
@@ -188,7 +200,7 @@ def start(
     found = checkpoint.checkpoints(run_dir) if resume else []
     if found:
         state = checkpoint.restore(found[-1], policy.model, optimizer)
-        run_folder.rewind(run_dir, state.step)
+        run_folder.rewind(run_dir, state.batch_number)
         return state
     torch.manual_seed(config.seed)
     run_folder.create(
@@ -199,7 +211,7 @@ def start(
 
 def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> None:
     rate = learning_rate(
-        config.optimizer, update, config.num_steps * config.optimizer.steps_per_batch
+        config.optimizer, update, config.num_batches * config.optimizer.updates_per_batch
     )
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -213,9 +225,9 @@ def advanced(
     updates: list[Update],
     ledger_state: Any,
 ) -> LoopState:
-    """The state after one rollout batch."""
+    """The state after one batch."""
     return LoopState(
-        step=state.step + 1,
+        batch_number=state.batch_number + 1,
         num_prompts=state.num_prompts + num_prompts,
         num_updates=state.num_updates + len(updates),
         num_tokens=state.num_tokens + int(collected.batch.mask_NT.sum()),
@@ -226,9 +238,9 @@ def advanced(
 
 
 def evaluated(
-    run_dir: Path, step: int, policy: Policy, task: Any, config: Config
+    run_dir: Path, batch_number: int, policy: Policy, task: Any, config: Config
 ) -> dict[str, float]:
-    """Held-out numbers after ``step`` rollout batches; rewards of every prompt go to
+    """Held-out numbers after ``batch`` batches; rewards of every prompt go to
     ``evals.jsonl``. Empty if evaluation is off.
     """
     if not config.eval.every:
@@ -244,7 +256,8 @@ def evaluated(
     )
     numbers = eval_metrics(out)
     append_json(
-        run_dir / "evals.jsonl", {"step": step, **numbers, "reward_PK": out.reward_PK.tolist()}
+        run_dir / "evals.jsonl",
+        {"batch": batch_number, **numbers, "reward_PK": out.reward_PK.tolist()},
     )
     return numbers
 
@@ -261,26 +274,32 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-def write_step(
+def write_batch(
     run_dir: Path,
     config: Config,
-    step: int,
+    batch_number: int,
     collected: Collected,
     credit: Any,
     manifest: Any,
     metrics: Any,
     clock: Clock,
 ) -> None:
-    """The step's files; metrics last, so that a step in ``metrics.jsonl`` has all its files."""
-    if config.save_rollouts_every and step % config.save_rollouts_every == 0:
-        write_rollouts(step_file(run_dir, "rollouts", step, ".parquet"), step, collected, credit)
+    """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
+    if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0:
+        write_rollouts(
+            batch_file(run_dir, "rollouts", batch_number, ".parquet"),
+            batch_number,
+            collected,
+            credit,
+        )
     write_json(
-        step_file(run_dir, "plan", step, ".json"), {"schema_version": SCHEMA_VERSION, **manifest}
+        batch_file(run_dir, "plan", batch_number, ".json"),
+        {"schema_version": SCHEMA_VERSION, **manifest},
     )
     tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"], 1e-9)
     append_json(
         run_dir / "timing.jsonl",
-        {"step": step, **clock.seconds, "sample_tokens_per_s": tokens_per_s},
+        {"batch": batch_number, **clock.seconds, "sample_tokens_per_s": tokens_per_s},
     )
     append_json(run_dir / "metrics.jsonl", metrics)
 
@@ -294,7 +313,7 @@ def save(
     *,
     always: bool,
 ) -> None:
-    is_kept = bool(config.keep_every) and state.step % config.keep_every == 0
+    is_kept = bool(config.keep_every) and state.batch_number % config.keep_every == 0
     if always or is_kept:
         checkpoint.save(
             run_dir,
@@ -320,7 +339,7 @@ class Clock:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its step, writes a
+    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its batch, writes a
     checkpoint and leaves.
     """
     received: list[int] = []

@@ -1,4 +1,4 @@
-"""The numbers of a step, from the tensors of the step.
+"""The numbers of a batch, from the tensors of the batch.
 
 Every key is explained in docs/metrics.md.
 """
@@ -16,10 +16,10 @@ from counterpoise.trainer.update import Update
 from counterpoise.types import Credit, Plan
 
 
-def step_metrics(
+def batch_metrics(
     collected: Collected, credit: Credit, plan: Plan, updates: list[Update]
 ) -> dict[str, float]:
-    """Rollouts, credit, plan and updates of one rollout batch, flat."""
+    """Rollouts, credit, plan and updates of one batch, flat."""
     return {
         **rollout_metrics(collected),
         **credit.metrics,
@@ -63,7 +63,7 @@ def update_metrics(updates: list[Update]) -> dict[str, Any]:
         **mean,
         "loss/grad_norm_max": max(update.grad_norm for update in updates),
         "optimizer/lr": updates[-1].lr,
-        "optimizer/num_steps": len(updates),
+        "optimizer/num_updates": len(updates),
     }
 
 

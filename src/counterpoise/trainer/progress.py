@@ -30,10 +30,10 @@ class Progress:
         self.accuracy: float | None = None
 
     @contextmanager
-    def open(self, config: Config, step: int) -> Iterator[Progress]:
+    def open(self, config: Config, batch_number: int) -> Iterator[Progress]:
         text = TextColumn("{task.fields[numbers]}")
         columns = (
-            "step",
+            "batch",
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
             text,
@@ -41,25 +41,26 @@ class Progress:
             "left",
             TimeRemainingColumn(),
         )
-        self.every = max(1, config.num_steps // LINES)
+        self.every = max(1, config.num_batches // LINES)
         self.bar = Bar(
             *columns, console=self.console, disable=self.quiet or not self.console.is_terminal
         )
         with self.bar:
             self.task = self.bar.add_task(
-                "train", total=config.num_steps, completed=step, numbers="starting"
+                "train", total=config.num_batches, completed=batch_number, numbers="starting"
             )
             yield self
 
-    def show(self, step: int, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
-        """The step just finished."""
+    def show(self, batch_number: int, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
+        """The batch just finished."""
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
         speed = metrics["rollouts/num_tokens"] / max(seconds["sample_s"], 1e-9)
         held_out = "" if self.accuracy is None else f" held-out {self.accuracy:.1%}"
         entropy, reward = metrics["entropy/mean"], metrics["reward/mean"]
         numbers = f"reward {reward:.3f}{held_out} entropy {entropy:.3f} {speed:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step + 1, numbers=numbers)
-        if not self.quiet and not self.console.is_terminal and (step + 1) % self.every == 0:
+        self.bar.update(self.task, completed=batch_number + 1, numbers=numbers)
+        if not self.quiet and not self.console.is_terminal and (batch_number + 1) % self.every == 0:
             self.console.print(
-                f"step {step + 1}: {numbers}, {sum(seconds.values()):.1f} s a step", highlight=False
+                f"batch {batch_number + 1}: {numbers}, {sum(seconds.values()):.1f} s a batch",
+                highlight=False,
             )

@@ -11,15 +11,15 @@ from counterpoise.trainer.config import Config, ConfigError
 
 
 class Tracker(NamedTuple):
-    """``log(step, numbers)`` and ``close()`` of one service."""
+    """``log(batch, numbers)`` and ``close()`` of one service."""
 
     log: Callable[[int, dict[str, Any]], None]
     close: Callable[[], None]
 
 
-def open_trackers(config: Config, run_dir: Path, step: int) -> list[Tracker]:
+def open_trackers(config: Config, run_dir: Path, batch_number: int) -> list[Tracker]:
     """The trackers of the config."""
-    return [OPENERS[name](config, run_dir, step) for name in config.trackers]
+    return [OPENERS[name](config, run_dir, batch_number) for name in config.trackers]
 
 
 def check_trackers(config: Config) -> None:
@@ -28,10 +28,10 @@ def check_trackers(config: Config) -> None:
         _installed(name)
 
 
-def _tensorboard(config: Config, run_dir: Path, step: int) -> Tracker:
+def _tensorboard(config: Config, run_dir: Path, batch_number: int) -> Tracker:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None)
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=batch_number or None)
 
     def log(at: int, numbers: dict[str, Any]) -> None:
         for key, value in numbers.items():
@@ -41,7 +41,7 @@ def _tensorboard(config: Config, run_dir: Path, step: int) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def _wandb(config: Config, run_dir: Path, step: int) -> Tracker:
+def _wandb(config: Config, run_dir: Path, batch_number: int) -> Tracker:
     return _run_tracker(
         _installed("wandb"),
         config,
@@ -50,7 +50,7 @@ def _wandb(config: Config, run_dir: Path, step: int) -> Tracker:
     )
 
 
-def _trackio(config: Config, run_dir: Path, step: int) -> Tracker:
+def _trackio(config: Config, run_dir: Path, batch_number: int) -> Tracker:
     return _run_tracker(_installed("trackio"), config, run_dir, {"resume": "allow"})
 
 
@@ -58,7 +58,7 @@ def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str,
     run = package.init(
         project=config.project, name=run_dir.name, config=config.model_dump(mode="json"), **options
     )
-    return Tracker(lambda at, numbers: run.log(numbers, step=at), run.finish)
+    return Tracker(lambda at, numbers: run.log(numbers, batch_number=at), run.finish)
 
 
 def _installed(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One optimizer step: the step's rows -> loss -> gradient -> parameters."""
+"""One update: the update's rows -> loss -> gradient -> parameters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FITS: WeakKeyDictionary[Any, int] = (
 
 
 class Update(NamedTuple):
-    """An optimizer step as it was: the tensors the loss used and returned, for all rows of the
-    step.
+    """An update as it was: the tensors the loss used and returned, for all rows of the
+    update.
     """
 
     rows: Rows
@@ -40,7 +40,7 @@ class Update(NamedTuple):
     lr: float
 
 
-def take_step(
+def apply_update(
     model: Any,
     optimizer: torch.optim.Optimizer,
     method: Method,
@@ -48,7 +48,7 @@ def take_step(
     collected: Collected,
     config: Config,
 ) -> Update:
-    """Accumulate the gradient of the step's rows over micro-batches, clip it, step.
+    """Accumulate the gradient of the update's rows over micro-batches, clip it, update.
 
     The cut into micro-batches changes no result.
     """
@@ -76,7 +76,7 @@ def accumulated(
     collected: Collected,
     config: Config,
 ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-    """The step's gradient in the parameters; its micro-batches and their columns.
+    """The update's gradient in the parameters; its micro-batches and their columns.
 
     Out of memory, it begins again with half the budget.
     """
@@ -131,10 +131,10 @@ def micro_gradient(
 
 
 def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:
-    """Rows with what the loss must know of the whole step; one no-grad forward where the method
+    """Rows with what the loss must know of the whole update; one no-grad forward where the method
     asks for it.
     """
-    if not method.needs_step_logp:
+    if not method.needs_update_logp:
         return rows
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
     with autocast(model):
@@ -151,7 +151,7 @@ def prepared(model: Any, method: Method, rows: Rows, collected: Collected, confi
 
 
 def micro_batches(model: Any, rows: Rows, collected: Collected, token_budget: int) -> list[Tensor]:
-    """Cuts of the step by the tokens of their forward, the longest first; indices into ``rows``."""
+    """Cuts of the update by the tokens of their forward, the longest first; indices into ``rows``."""
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
     share = reads_prompts_once(backbone(model))
     cuts = row_buckets(prompt_ids, response_lengths(rows.mask_NT), token_budget, share=share)
@@ -234,7 +234,7 @@ def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
 
 
 def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:
-    """The rate of one optimizer step (counted from 0): linear warm-up, then constant, linear to 0
+    """The rate of one update (counted from 0): linear warm-up, then constant, linear to 0
     or a half cosine.
 
     >>> learning_rate(Optimizer(lr=1.0, warmup=4), update=1, num_updates=100)

@@ -1,4 +1,4 @@
-"""What the token viewer asks for, as JSON and packed numbers: the run, the prompts of a step,
+"""What the token viewer asks for, as JSON and packed numbers: the run, the prompts of a batch,
 columns of a prompt, one token.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from counterpoise.report.groups import method_name, seed_of
 from counterpoise.run.read import RunFolder
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
-from counterpoise.viewer.tokens import Column, StepTokens
+from counterpoise.viewer.tokens import BatchTokens, Column
 
 DIVERGING = ("advantages", "delta", "predicted", "own", "coupling", "coef", "advantage")
 SEQUENTIAL = ("weights", "entropy", "confidence", "cancellation", "importance_ratio", "kl")
@@ -21,34 +21,34 @@ PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64":
 
 
 def run_info(run: RunFolder) -> dict[str, Any]:
-    """Name, method, steps, the meaning of every column, what is missing."""
-    with_tokens = set(run.steps("tokens"))
+    """Name, method, batches, the meaning of every column, what is missing."""
+    with_tokens = set(run.batches("tokens"))
     task = run.config.get("task")
     return {
         "name": run.name,
         "method": method_name(run),
         "task": str(task.get("name", "")) if isinstance(task, dict) else "",
         "seed": _plain(seed_of(run)),
-        "steps": [
-            {"step": step, "has_tokens": step in with_tokens}
-            for step in sorted(with_tokens.union(run.steps("rollouts")))
+        "batches": [
+            {"batch": batch, "has_tokens": batch in with_tokens}
+            for batch in sorted(with_tokens.union(run.batches("rollouts")))
         ],
         "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS,
         "problems": list(run.problems),
     }
 
 
-def step_info(found: StepTokens) -> dict[str, Any]:
-    """Prompts and rollouts of a step, its columns with their colour scales, the vocabulary of its
+def batch_info(found: BatchTokens) -> dict[str, Any]:
+    """Prompts and rollouts of a batch, its columns with their colour scales, the vocabulary of its
     token texts.
     """
     return {
-        "step": found.step,
+        "batch": found.batch,
         "source": found.source,
         "columns": [
             scale(found, name)
             for name in found.names
-            if name not in ("text", "step", "group", "rollout")
+            if name not in ("text", "batch", "group", "rollout")
         ],
         "texts": found.column("text").words or [],
         "groups": _groups(found),
@@ -56,19 +56,19 @@ def step_info(found: StepTokens) -> dict[str, Any]:
     }
 
 
-def packed(found: StepTokens, group: int, name: str) -> tuple[str, bytes]:
+def packed(found: BatchTokens, group: int, name: str) -> tuple[str, bytes]:
     """A column of one prompt's tokens as little-endian numbers: (dtype, bytes)."""
     value = found.column(name).value_T[found.span(group)]
     kind = PACKED.get(str(value.dtype), "float64")
     return kind, np.ascontiguousarray(value, np.dtype(kind).newbyteorder("<")).tobytes()
 
 
-def token(found: StepTokens, group: int, at: int) -> dict[str, Any]:
+def token(found: BatchTokens, group: int, at: int) -> dict[str, Any]:
     """Every number of one token, the ``at``-th of its prompt; what is missing is null."""
     part = found.span(group)
     if not 0 <= at < part.stop - part.start:
         raise ValueError(
-            f"prompt {group} of step {found.step} has {part.stop - part.start} tokens, no token"
+            f"prompt {group} of batch {found.batch} has {part.stop - part.start} tokens, no token"
             f" {at}."
         )
     return {
@@ -77,7 +77,7 @@ def token(found: StepTokens, group: int, at: int) -> dict[str, Any]:
     }
 
 
-def scale(found: StepTokens, name: str) -> dict[str, Any]:
+def scale(found: BatchTokens, name: str) -> dict[str, Any]:
     """How a column is coloured: its kind, and where its colours end."""
     if name in ("category", "change"):
         return {"name": name, "kind": "category", "words": found.column(name).words or []}
@@ -98,11 +98,11 @@ def scale(found: StepTokens, name: str) -> dict[str, Any]:
     return {"name": name, "kind": kind, "low": low, "high": high}
 
 
-def _groups(found: StepTokens) -> list[dict[str, Any]]:
+def _groups(found: BatchTokens) -> list[dict[str, Any]]:
     """Prompts with their rollouts, in order; texts of prompts come from the rollouts table where
     there is one.
     """
-    about = _rollout_texts(found.run, found.step)
+    about = _rollout_texts(found.run, found.batch)
     numbers = {
         "reward": found.first("reward"),
         "advantage": found.first("advantage"),
@@ -132,8 +132,10 @@ def _groups(found: StepTokens) -> list[dict[str, Any]]:
     return list(out.values())
 
 
-def _rollout_texts(run: RunFolder, step: int) -> dict[int, dict[str, str | None]]:
-    table = run.table("rollouts", step, ("rollout", "prompt_id", "prompt", "answer", "stop_reason"))
+def _rollout_texts(run: RunFolder, batch: int) -> dict[int, dict[str, str | None]]:
+    table = run.table(
+        "rollouts", batch, ("rollout", "prompt_id", "prompt", "answer", "stop_reason")
+    )
     if table is None or "rollout" not in table.column_names:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""A page of chosen steps that needs no server: the viewer with its data inside, opens from disk."""
+"""A page of chosen batches that needs no server: the viewer with its data inside, opens from disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from counterpoise.report.page import asset, policy
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder
 from counterpoise.viewer import data as viewer_data
-from counterpoise.viewer.tokens import StepTokens, open_step
+from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 # in the order of their imports
 MODULES = ("text", "colour", "source", "layout", "align", "pane", "inspector", "prompts", "viewer")
@@ -24,30 +24,32 @@ MAX_TOKENS = 2_000_000
 
 
 def write_export(
-    run: RunFolder, out: Path, steps: Sequence[int], prompts: int | None = None
+    run: RunFolder, out: Path, batches: Sequence[int], prompts: int | None = None
 ) -> Path:
-    """Write ``out/index.html`` with the tokens of some steps.
+    """Write ``out/index.html`` with the tokens of some batches.
 
     Args:
-        steps: which; each must have a tokens or a rollouts table.
-        prompts: only the first so many prompts of each step.
+        batches: which; each must have a tokens or a rollouts table.
+        prompts: only the first so many prompts of each batch.
     """
-    found = [open_step(run, step) for step in steps]
+    found = [open_batch(run, batch) for batch in batches]
     embedded = {
         "run": viewer_data.run_info(run),
-        "steps": {str(s.step): _step(s, prompts) for s in found},
+        "batches": {str(s.batch): _batch(s, prompts) for s in found},
     }
-    embedded["run"]["steps"] = [{"step": s.step, "has_tokens": s.source == "tokens"} for s in found]
+    embedded["run"]["batches"] = [
+        {"batch": s.batch, "has_tokens": s.source == "tokens"} for s in found
+    ]
     size = sum(
         rollout["length"]
-        for step in embedded["steps"].values()
-        for group in step["info"]["groups"]
+        for batch in embedded["batches"].values()
+        for group in batch["info"]["groups"]
         for rollout in group["rollouts"]
     )
     if size > MAX_TOKENS:
         raise ValueError(
             f"view --export: {size:,} tokens are too many for one page ({MAX_TOKENS:,}). Choose"
-            " fewer steps, or --prompts N."
+            " fewer batches, or --prompts N."
         )
     path = out / "index.html"
     write_text(path, page(embedded))
@@ -85,8 +87,8 @@ def bundle() -> str:
     )
 
 
-def _step(found: StepTokens, prompts: int | None) -> dict[str, Any]:
-    info = viewer_data.step_info(found)
+def _batch(found: BatchTokens, prompts: int | None) -> dict[str, Any]:
+    info = viewer_data.batch_info(found)
     info["groups"] = info["groups"][:prompts]
     names = ["text", "node_positive", "node_negative", *(c["name"] for c in info["columns"])]
     words = {
@@ -104,6 +106,6 @@ def _step(found: StepTokens, prompts: int | None) -> dict[str, Any]:
     return {"info": info, "words": words, "flags": flags, "columns": columns}
 
 
-def _packed(found: StepTokens, group: int, name: str) -> list[str]:
+def _packed(found: BatchTokens, group: int, name: str) -> list[str]:
     kind, content = viewer_data.packed(found, group, name)
     return [kind, base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()]

@@ -18,9 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from counterpoise.report.page import asset as asset_text
-from counterpoise.run.read import open_run, step_files
+from counterpoise.run.read import batch_files, open_run
 from counterpoise.viewer import data as viewer_data
-from counterpoise.viewer.tokens import StepTokens, open_step
+from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 HOST = "127.0.0.1"
 ASSETS = {
@@ -53,16 +53,16 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-KEPT_STEPS = 3
+KEPT_BATCHES = 3
 Send = Callable[[Any], Awaitable[None]]
 
 
 def app(path: Path, port: int) -> Any:
     """The application for one run folder, on one port."""
-    cache: OrderedDict[tuple[int, float], StepTokens] = OrderedDict()
+    cache: OrderedDict[tuple[int, float], BatchTokens] = OrderedDict()
 
-    def tokens(request: Request) -> StepTokens:
-        return _opened(path, request.path_params["step"], cache)
+    def tokens(request: Request) -> BatchTokens:
+        return _opened(path, request.path_params["batch"], cache)
 
     def index(request: Request) -> Response:
         return Response(asset_text("viewer.html", "viewer"), media_type="text/html")
@@ -79,8 +79,8 @@ def app(path: Path, port: int) -> Any:
     def run(request: Request) -> Response:
         return _json(viewer_data.run_info(open_run(path)))
 
-    def step(request: Request) -> Response:
-        return _json(viewer_data.step_info(tokens(request)))
+    def batch(request: Request) -> Response:
+        return _json(viewer_data.batch_info(tokens(request)))
 
     def column(request: Request) -> Response:
         kind, content = viewer_data.packed(
@@ -95,12 +95,12 @@ def app(path: Path, port: int) -> Any:
             )
         )
 
-    prompt = "/api/steps/{step:int}/prompts/{group:int}"
+    prompt = "/api/batches/{batch:int}/prompts/{group:int}"
     routes = [
         Route("/", index),
         Route("/assets/{name}", asset),
         Route("/api/run", run),
-        Route("/api/steps/{step:int}", step),
+        Route("/api/batches/{batch:int}", batch),
         Route(f"{prompt}/columns/{{name:path}}", column),
         Route(f"{prompt}/tokens/{{at:int}}", token),
     ]
@@ -161,15 +161,17 @@ def serve(path: Path, port: int = 0, *, ready: Callable[[str], None] = print) ->
     uvicorn.Server(config).run(sockets=[bound])
 
 
-def _opened(path: Path, step: int, cache: OrderedDict[tuple[int, float], StepTokens]) -> StepTokens:
-    """The tokens of a step, kept while its files do not change."""
+def _opened(
+    path: Path, batch: int, cache: OrderedDict[tuple[int, float], BatchTokens]
+) -> BatchTokens:
+    """The tokens of a batch, kept while its files do not change."""
     files = [
-        file for folder in ("tokens", "rollouts") if (file := step_files(path, folder).get(step))
+        file for folder in ("tokens", "rollouts") if (file := batch_files(path, folder).get(batch))
     ]
-    key = (step, max((file.stat().st_mtime for file in files), default=0.0))
+    key = (batch, max((file.stat().st_mtime for file in files), default=0.0))
     if key not in cache:
-        cache[key] = open_step(open_run(path), step)
-        while len(cache) > KEPT_STEPS:
+        cache[key] = open_batch(open_run(path), batch)
+        while len(cache) > KEPT_BATCHES:
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]

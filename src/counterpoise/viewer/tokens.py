@@ -1,8 +1,8 @@
-"""The tokens of one step as ordered columns, read when they are asked for.
+"""The tokens of one batch as ordered columns, read when they are asked for.
 
-A step without a tokens table is read from its rollouts table.
+A batch without a tokens table is read from its rollouts table.
 
-Axes: N rollouts, T tokens of the whole step in order of (group, rollout, position).
+Axes: N rollouts, T tokens of the whole batch in order of (group, rollout, position).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Column(NamedTuple):
     is_flag: bool = False
 
 
-class StepTokens:
-    """Tokens of one step; ``column`` reads a column once and keeps it.
+class BatchTokens:
+    """Tokens of one batch; ``column`` reads a column once and keeps it.
 
     Args:
         names: columns that can be read.
@@ -43,7 +43,7 @@ class StepTokens:
     def __init__(
         self,
         run: RunFolder,
-        step: int,
+        batch: int,
         source: str,
         names: list[str],
         group_N: np.ndarray,
@@ -51,7 +51,7 @@ class StepTokens:
         start_N: np.ndarray,
         read: Callable[[str], Column],
     ) -> None:
-        self.run, self.step, self.source, self.names, self._read = run, step, source, names, read
+        self.run, self.batch, self.source, self.names, self._read = run, batch, source, names, read
         self.group_N, self.rollout_N, self.start_N = group_N, rollout_N, start_N
         self._columns: dict[str, Column] = {}
 
@@ -65,14 +65,14 @@ class StepTokens:
             elif name in self.names:
                 self._columns[name] = self._read(name)
             else:
-                raise ValueError(f"{self.run.name!r}: step {self.step} has no column {name!r}.")
+                raise ValueError(f"{self.run.name!r}: batch {self.batch} has no column {name!r}.")
         return self._columns[name]
 
     def span(self, group: int) -> slice:
-        """Tokens of a prompt; ValueError if the step has no such prompt."""
+        """Tokens of a prompt; ValueError if the batch has no such prompt."""
         rows = np.flatnonzero(self.group_N == group)
         if not len(rows):
-            raise ValueError(f"{self.run.name!r}: step {self.step} has no prompt {group}.")
+            raise ValueError(f"{self.run.name!r}: batch {self.batch} has no prompt {group}.")
         return slice(int(self.start_N[rows[0]]), int(self.start_N[rows[-1] + 1]))
 
     def first(self, *names: str) -> np.ndarray:
@@ -97,7 +97,7 @@ class StepTokens:
         return np.nan_to_num(np.sign(self.first("sign", "advantage", "reward")))
 
     def _texts(self) -> Column:
-        """The text of every token; where the file has none, from a tokenizer or other steps of the
+        """The text of every token; where the file has none, from a tokenizer or other batches of the
         run, else the id.
         """
         if "text" in self.names:
@@ -132,23 +132,23 @@ class StepTokens:
         return {"node_positive": Column(out[1]), "node_negative": Column(out[-1])}
 
 
-def open_step(run: RunFolder, step: int) -> StepTokens:
-    """The tokens of a step; ValueError if its files hold nothing to show."""
+def open_batch(run: RunFolder, batch: int) -> BatchTokens:
+    """The tokens of a batch; ValueError if its files hold nothing to show."""
     for folder, opened in (("tokens", _from_tokens), ("rollouts", _from_rollouts)):
-        found = opened(run, step) if step in run.steps(folder) else None
+        found = opened(run, batch) if batch in run.batches(folder) else None
         if found is not None:
             return found
     raise ValueError(
-        f"{run.name!r}: no readable tokens or rollouts of step {step}. {' '.join(run.problems)}".strip()
+        f"{run.name!r}: no readable tokens or rollouts of batch {batch}. {' '.join(run.problems)}".strip()
     )
 
 
-def _from_tokens(run: RunFolder, step: int) -> StepTokens | None:
-    names = run.columns("tokens", step)
-    table = run.table("tokens", step, ORDER) if names else None
+def _from_tokens(run: RunFolder, batch: int) -> BatchTokens | None:
+    names = run.columns("tokens", batch)
+    table = run.table("tokens", batch, ORDER) if names else None
     if (
         table is None
-        or not _has_numbers(run, f"tokens of step {step}", table, ORDER)
+        or not _has_numbers(run, f"tokens of batch {batch}", table, ORDER)
         or not table.num_rows
     ):
         return None
@@ -158,31 +158,31 @@ def _from_tokens(run: RunFolder, step: int) -> StepTokens | None:
     start = np.flatnonzero(np.r_[True, (rollout[1:] != rollout[:-1]) | (group[1:] != group[:-1])])
 
     def read(name: str) -> Column:
-        found = run.table("tokens", step, [name])
+        found = run.table("tokens", batch, [name])
         if found is None or found.num_rows != len(order_T):
-            raise ValueError(f"{run.name!r}: column {name!r} of step {step} cannot be read.")
+            raise ValueError(f"{run.name!r}: column {name!r} of batch {batch} cannot be read.")
         column = as_column(found.column(name))
         return column._replace(value_T=column.value_T[order_T])
 
     known = [
-        name for name in names if name != "step" and name not in _unreadable(run, "tokens", step)
+        name for name in names if name != "batch" and name not in _unreadable(run, "tokens", batch)
     ]
-    return StepTokens(
-        run, step, "tokens", known, group[start], rollout[start], np.r_[start, len(group)], read
+    return BatchTokens(
+        run, batch, "tokens", known, group[start], rollout[start], np.r_[start, len(group)], read
     )
 
 
-def _from_rollouts(run: RunFolder, step: int) -> StepTokens | None:
-    run.columns("rollouts", step)
-    table = run.table("rollouts", step, ("group", "rollout", "reward", "advantage", *LISTS))
+def _from_rollouts(run: RunFolder, batch: int) -> BatchTokens | None:
+    run.columns("rollouts", batch)
+    table = run.table("rollouts", batch, ("group", "rollout", "reward", "advantage", *LISTS))
     if (
         table is None
-        or not _has_numbers(run, f"rollouts of step {step}", table, ("group", "rollout"))
+        or not _has_numbers(run, f"rollouts of batch {batch}", table, ("group", "rollout"))
         or not table.num_rows
     ):
         return None
     if "token_ids" not in table.column_names or not _is_list(table, "token_ids"):
-        run.note(f"rollouts of step {step} have no token_ids; not shown.")
+        run.note(f"rollouts of batch {batch} have no token_ids; not shown.")
         return None
     table = table.take(
         pa.array(np.lexsort((table.column("rollout").to_numpy(), table.column("group").to_numpy())))
@@ -202,8 +202,8 @@ def _from_rollouts(run: RunFolder, step: int) -> StepTokens | None:
             columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))
     columns |= _derived(columns)
     group_N, rollout_N = table.column("group").to_numpy(), table.column("rollout").to_numpy()
-    return StepTokens(
-        run, step, "rollouts", list(columns), group_N, rollout_N, start_N, columns.__getitem__
+    return BatchTokens(
+        run, batch, "rollouts", list(columns), group_N, rollout_N, start_N, columns.__getitem__
     )
 
 
@@ -260,9 +260,9 @@ def _is_list(table: pa.Table, name: str) -> bool:
     )
 
 
-def _unreadable(run: RunFolder, folder: str, step: int) -> set[str]:
+def _unreadable(run: RunFolder, folder: str, batch: int) -> set[str]:
     """Columns of types that are neither numbers, flags nor words."""
-    return {name for name, kind in run.types(folder, step).items() if not _is_known(kind)}
+    return {name for name, kind in run.types(folder, batch).items() if not _is_known(kind)}
 
 
 def _is_known(kind: pa.DataType) -> bool:

@@ -17,8 +17,8 @@ def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
     if tokenizer is not None:
         known = _decoded(run, tokenizer, ids)
     if not known:
-        for step in run.steps("tokens")[-1:]:
-            table = run.table("tokens", step, ("token_ids", "text"))
+        for batch in run.batches("tokens")[-1:]:
+            table = run.table("tokens", batch, ("token_ids", "text"))
             if table is not None and {"token_ids", "text"} <= set(table.column_names):
                 pairs = table.group_by(["token_ids", "text"]).aggregate([]).to_pydict()
                 known = dict(zip(pairs["token_ids"], map(str, pairs["text"])))
@@ -37,7 +37,7 @@ def tokenizer_file(run: RunFolder) -> Path | None:
     """A tokenizer.json of the run: beside its manifest or in its last checkpoint."""
     found = [
         run.path / "tokenizer.json",
-        *sorted(run.path.glob("checkpoints/step_*/tokenizer.json"), reverse=True),
+        *sorted(run.path.glob("checkpoints/batch_*/tokenizer.json"), reverse=True),
     ]
     return next((file for file in found if file.is_file() and is_inside(run.path, file)), None)
 

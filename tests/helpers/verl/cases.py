@@ -222,20 +222,20 @@ def batch_meta(rows: list[Rollout]) -> Any:
     )
 
 
-def optimizer_steps(keys: list[str], step_size: int, num_ranks: int) -> list[list[str]]:
-    """The keys of each optimizer step as verl cuts a batch: one chunk a rank, and verl's own
+def optimizer_steps(keys: list[str], update_size: int, num_ranks: int) -> list[list[str]]:
+    """The keys of each update as verl cuts a batch: one chunk a rank, and verl's own
     iterator over mini-batches on each rank.
     """
     from transfer_queue import KVBatchMeta
     from verl.utils.tensordict_utils import make_iterator
 
     ranks = KVBatchMeta(keys=keys, tags=[{} for _ in keys]).chunk(num_ranks)
-    steps: list[list[str]] = [[] for _ in range(math.ceil(len(keys) / step_size))]
+    updates: list[list[str]] = [[] for _ in range(math.ceil(len(keys) / update_size))]
     for rank in ranks:
         rows = TensorDict({"row": torch.arange(len(rank))}, batch_size=len(rank))
         cuts = make_iterator(
-            rows, step_size // num_ranks, epochs=1, seed=42, dataloader_kwargs={"shuffle": False}
+            rows, update_size // num_ranks, epochs=1, seed=42, dataloader_kwargs={"shuffle": False}
         )
-        for step, cut in zip(steps, cuts, strict=True):
-            step += [rank.keys[row] for row in cut["row"].tolist()]
-    return steps
+        for batch_number, cut in zip(updates, cuts, strict=True):
+            batch_number += [rank.keys[row] for row in cut["row"].tolist()]
+    return updates

@@ -56,26 +56,26 @@ class Sampler:
     def generate_sequences(self, prompts):
         from transformers import AutoModelForCausalLM
 
-        step, folder = prompts["global_steps"], Path(self.config.trainer.default_local_dir)
-        trained = folder / f"global_step_{step - 1}" / "actor" / "huggingface"
+        batch_number, folder = prompts["global_steps"], Path(self.config.trainer.default_local_dir)
+        trained = folder / f"global_step_{batch_number - 1}" / "actor" / "huggingface"
         path = trained if trained.exists() else self.config.actor_rollout_ref.model.path
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         kept = {}
         for k, uid in enumerate(prompts["uid"]):
-            kept |= self.prompt(model, [3 + k % 5, 4, 5], uid, step)
+            kept |= self.prompt(model, [3 + k % 5, 4, 5], uid, batch_number)
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(kept, folder / f"rollouts_{step}.pt")
+        torch.save(kept, folder / f"rollouts_{batch_number}.pt")
 
-    def prompt(self, model, prompt, uid, step):
+    def prompt(self, model, prompt, uid, batch_number):
         """All rollouts of one prompt, put into the queue under verl's keys."""
         rows = [
             self.rollout(model, prompt, uid) for _ in range(self.config.actor_rollout_ref.rollout.n)
         ]
         keys = [f"{uid}_{session}_0" for session in range(len(rows))]
         versions = {
-            "global_steps": step,
-            "min_global_steps": step - 1,
-            "max_global_steps": step - 1,
+            "global_steps": batch_number,
+            "min_global_steps": batch_number - 1,
+            "max_global_steps": batch_number - 1,
         }
         tags = [
             {

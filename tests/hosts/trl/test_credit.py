@@ -225,7 +225,7 @@ def test_one_rollout_a_prompt(tmp_path, batches):
 def test_evaluation_is_trls(tmp_path):
     args = {
         "method": "dfpo_min",
-        "eval_strategy": "steps",
+        "eval_strategy": "batches",
         "eval_steps": 1,
         "per_device_eval_batch_size": 4,
     }

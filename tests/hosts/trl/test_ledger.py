@@ -34,14 +34,16 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_coefficients_are_those_of_the_update(case, tmp_path):
-    """With SGD a step is the sum of its tokens' gradients times their coefficients: nothing may be
+    """With SGD a batch is the sum of its tokens' gradients times their coefficients: nothing may be
     left over for "rest".
     """
     trainer = trl_tiny.ours(tmp_path, args=SGD | CASES[case])
     trainer.train()
-    tokens = pq.read_table(tmp_path / "counterpoise" / "tokens" / "step_000000.parquet").to_pandas()
+    tokens = pq.read_table(
+        tmp_path / "counterpoise" / "tokens" / "batch_000000.parquet"
+    ).to_pandas()
     trained = tokens[tokens["loss_mask"]]
-    assert set(trained["optimizer_step"]) == {0, 1, 2, 3}
+    assert set(trained["update"]) == {0, 1, 2, 3}
     size = trained["predicted"].abs().max()
     assert size > 1e-3
     assert trained["part_sign_rest"].abs().max() < 1e-3 * size
@@ -78,7 +80,7 @@ def test_out_of_memory_costs_a_generation_its_account_and_not_the_run(tmp_path, 
     monkeypatch.setattr(book, "account", account)
     trl_tiny.ours(tmp_path, args=SGD | {"method": "dapo", "max_steps": 8}).train()
     folder = tmp_path / "counterpoise"
-    assert [path.name for path in (folder / "tokens").iterdir()] == ["step_000001.parquet"]
+    assert [path.name for path in (folder / "tokens").iterdir()] == ["batch_000001.parquet"]
     first, second = (
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     )
@@ -97,13 +99,13 @@ def test_files_and_metrics(tmp_path):
     folder = tmp_path / "counterpoise"
     run = open_run(folder)
     assert run.problems == []
-    assert (run.steps("tokens"), run.steps("rollouts")) == ([0, 2], [0, 2])
+    assert (run.updates("tokens"), run.updates("rollouts")) == ([0, 2], [0, 2])
     assert run.manifest["host"] == "trl"
     assert run.config["method"]["credit"] == [{"name": "top_entropy"}]
     columns = run.columns("tokens", 2)
     assert columns[: len(TOKEN_COLUMNS)] == list(TOKEN_COLUMNS)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["batch"] for row in rows] == [0, 1, 2]
     generated = [row for row in trainer.state.log_history if "reward" in row]
     assert [row["reward/mean"] for row in rows] == pytest.approx(
         [row["reward"] for row in generated]
@@ -125,7 +127,7 @@ def test_the_rollout_table(tmp_path):
     )
     trainer.train()
     table = pq.read_table(
-        tmp_path / "counterpoise" / "rollouts" / "step_000000.parquet"
+        tmp_path / "counterpoise" / "rollouts" / "batch_000000.parquet"
     ).to_pandas()
     assert table["group"].tolist() == [k // 4 for k in range(32)]
     assert table["reward"].tolist() == trl_tiny.graded(table["text"])

@@ -33,7 +33,7 @@ def test_minor(minor, tmp_path):
         )
         trainer.train()
         assert trl_tiny.largest_gap(trl_tiny.weights(trainer), trl_tiny.weights(plain)) > 1e-4
-        assert (tmp_path / method / "counterpoise" / "tokens" / "step_000000.parquet").is_file()
+        assert (tmp_path / method / "counterpoise" / "tokens" / "batch_000000.parquet").is_file()
 
 
 def test_the_installed_minor_is_one_of_them():

@@ -1,4 +1,4 @@
-"""The plan decides which rows share an optimizer step; how a step is cut into micro-batches changes
+"""The plan decides which rows share an update; how a batch is cut into micro-batches changes
 nothing.
 """
 
@@ -31,8 +31,8 @@ class Watched(trl_tiny.CreditGRPOTrainer):
         self.rows.append([row for row in inputs["cp_row"].tolist() if row >= 0])
         return super()._compute_loss(model, inputs)
 
-    def steps(self):
-        """Rows of each optimizer step."""
+    def updates(self):
+        """Rows of each update."""
         size = self.args.gradient_accumulation_steps
         return [sorted(sum(self.rows[k : k + size], [])) for k in range(0, len(self.rows), size)]
 
@@ -59,23 +59,25 @@ def relative_gap(got, expected):
 )
 @pytest.mark.parametrize("method", ["dapo", "crf_ntf"])
 def test_steps_are_the_plans(method, plan, tmp_path):
-    """By TRL's loss and by ours; the second pass of num_iterations trains on the same steps."""
+    """By TRL's loss and by ours; the second pass of num_iterations trains on the same batches."""
     trainer = trained(
         tmp_path, args={"method": method, "plan": plan, "num_iterations": 2, "max_steps": 16}
     )
     if method == "dapo" and plan == "random_rows":
         assert trainer.credit_plan is None  # TRL's own shuffle is left to TRL
         return
-    planned = [sorted(step.tolist()) for plan in trainer.plans for step in [*plan, *plan]]
-    assert trainer.steps() == planned
+    planned = [
+        sorted(batch_number.tolist()) for plan in trainer.plans for batch_number in [*plan, *plan]
+    ]
+    assert trainer.updates() == planned
 
 
 def test_whole_prompts_meet(tmp_path):
     trainer = trained(tmp_path, args={"method": "uniform", "plan": "query_preserved"})
-    assert [sorted({row // 4 for row in rows}) for rows in trainer.steps()[:4]] == trainer.plans[
+    assert [sorted({row // 4 for row in rows}) for rows in trainer.updates()[:4]] == trainer.plans[
         0
     ].manifest["groups"]
-    assert all(len(rows) == 8 for rows in trainer.steps())
+    assert all(len(rows) == 8 for rows in trainer.updates())
     logged = [row for row in trainer.state.log_history if "plan/pairs_kept" in row]
     assert [row["plan/pairs_kept"] for row in logged] == [1.0, 1.0]
     assert trainer.plans[0].manifest["rows"] != trainer.plans[1].manifest["rows"]
@@ -90,7 +92,7 @@ def test_trls_own_shuffle_splits_prompts(tmp_path):
         reward=[k % 2 for k in range(32)],
         sampler_logp=[[-1.0]] * 32,
     )
-    assert cp.audit([torch.tensor(rows) for rows in trainer.steps()], batch).pairs_kept < 0.6
+    assert cp.audit([torch.tensor(rows) for rows in trainer.updates()], batch).pairs_kept < 0.6
 
 
 def half_solved(completions, **kwargs):
@@ -100,17 +102,17 @@ def half_solved(completions, **kwargs):
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo"])
 def test_rows_that_are_left_out_do_not_count(method, tmp_path, monkeypatch):
-    """Unequal steps with fillers: TRL's mean over rows, corrected, is our reduction over the step's
+    """Unequal batches with fillers: TRL's mean over rows, corrected, is our reduction over the batch's
     true rows.
     """
     args = {"method": method, "plan": "reward_balanced", "max_steps": 4}
     by_trl = trained(tmp_path / "trl", args=args, reward_funcs=half_solved)
-    assert sorted({len(rows) for rows in by_trl.steps()}) == [4, 8]
+    assert sorted({len(rows) for rows in by_trl.updates()}) == [4, 8]
     assert by_trl.plans[0].manifest["left_out"] == list(range(12))
     monkeypatch.setattr(trl_method, "trl_fields", lambda method: None)
     ours = trained(tmp_path / "ours", args=args, reward_funcs=half_solved)
     assert ours.credit_setup.has_own_loss
-    assert ours.steps() == by_trl.steps()
+    assert ours.updates() == by_trl.updates()
     assert relative_gap(ours, by_trl) < 1e-4
 
 
@@ -119,7 +121,7 @@ def test_rows_that_are_left_out_do_not_count(method, tmp_path, monkeypatch):
     ["delta", "grpo", "dr_grpo", "dfpo_min", "dfpo_orth", "crf_ntf", "gmpo", "clip_cov", "tpo"],
 )
 def test_cuts_of_a_step_change_nothing(method, tmp_path):
-    """Eight rows a step as one micro-batch of eight, four of two, eight of one."""
+    """Eight rows a batch as one micro-batch of eight, four of two, eight of one."""
     runs = []
     for rows, micro in ((8, 1), (2, 4), (1, 8)):
         sizes = {
@@ -133,7 +135,7 @@ def test_cuts_of_a_step_change_nothing(method, tmp_path):
                 args={"method": method, "plan": "query_preserved", "max_steps": 4} | sizes,
             )
         )
-    assert runs[1].steps() == runs[0].steps() == runs[2].steps()
+    assert runs[1].updates() == runs[0].updates() == runs[2].updates()
     assert relative_gap(runs[1], runs[0]) < 1e-4
     assert relative_gap(runs[2], runs[0]) < 1e-4
 
@@ -166,7 +168,7 @@ def test_with_one_update_the_plan_changes_nothing(tmp_path):
 
 def test_dfpo_sees_the_whole_step(tmp_path):
     """Minimum over the group of exp(mean log r), from log-probs of the policy as it is before the
-    step: by hand, second update.
+    batch: by hand, second update.
     """
     seen = []
 
@@ -180,7 +182,7 @@ def test_dfpo_sees_the_whole_step(tmp_path):
                     model, ids, attended, before.shape[1]
                 )[0]
             mean_N = ((now - before) * rows.mask_NT).sum(1) / rows.mask_NT.sum(1)
-            seen.append((self._step // 2, rows.group_N, mean_N.exp(), rows.step_NT, rows.mask_NT))
+            seen.append((self._step // 2, rows.group_N, mean_N.exp(), rows.update_NT, rows.mask_NT))
             return super()._compute_loss(model, inputs)
 
     args = {"method": "dfpo_min", "max_steps": 2, "steps_per_generation": 4}
@@ -191,12 +193,13 @@ def test_dfpo_sees_the_whole_step(tmp_path):
         reward_funcs=lambda completions, **kw: [float(k % 2) for k in range(len(completions))],
     )
     assert len(seen) == 4
-    for step in (0, 1):
+    for batch_number in (0, 1):
         group, weight, given, mask = (
-            torch.cat(parts) for parts in zip(*[columns for at, *columns in seen if at == step])
+            torch.cat(parts)
+            for parts in zip(*[columns for at, *columns in seen if at == batch_number])
         )
         for g in group.unique():
             is_in = group == g
             expected = torch.where(mask[is_in], weight[is_in].min(), 0)
             torch.testing.assert_close(given[is_in], expected, rtol=0, atol=1e-6)
-        assert (weight.max() - weight.min() > 1e-4) == (step == 1)
+        assert (weight.max() - weight.min() > 1e-4) == (batch_number == 1)

@@ -113,7 +113,7 @@ def test_the_ledger_of_two_processes(one, two, sharded):
     """
     expected = one["ledger"]["tokens"]
     for got in (two["ledger"]["tokens"], sharded["ledger"]["tokens"]):
-        for name in ("rollout", "position", "token_ids", "optimizer_step"):
+        for name in ("rollout", "position", "token_ids", "update"):
             assert got[name] == expected[name], name
         for name in ("coef", "scale", "advantages", "importance_ratio"):
             assert got[name] == pytest.approx(expected[name], abs=2e-4), name

@@ -150,7 +150,7 @@ def test_axes_can_be_changed_from_the_configuration():
         ("ktae", None, "reads the tokens of each rollout.*trainer_mode=counterpoise/sync"),
         ("fade", None, "reads the tokens"),
         ("delta", None, "reads hidden_NTD.*hosts.trl"),
-        ("tpo", None, "log-probs of a whole optimizer step.*hosts.trl"),
+        ("tpo", None, "log-probs of a whole update.*hosts.trl"),
         ("dfpo_min", None, r"its loss \(dfpo\) must see"),
         ("clip_cov", None, "loss_mode=clip_cov of its own"),
         ("grpo", {"advantge": "signs"}, "no setting 'advantge'. Did you mean 'advantage'"),

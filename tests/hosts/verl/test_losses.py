@@ -147,7 +147,7 @@ def test_weights_of_rollout_correction_are_applied():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_cut_step_adds_up_to_the_whole(mode):
-    """verl tells every micro-batch the counts of the whole step: the pieces' gradients are the
+    """verl tells every micro-batch the counts of the whole batch: the pieces' gradients are the
     whole's, on two ranks as on one.
     """
     logp_NT, rows = random_rows(seed=3, spread=0.6)
@@ -242,7 +242,7 @@ def test_a_row_without_tokens_and_narrow_types():
     [
         (
             "dfpo_min",
-            r"its loss \(dfpo\) must see the log-probs of a whole optimizer step.*hosts.trl",
+            r"its loss \(dfpo\) must see the log-probs of a whole update.*hosts.trl",
         ),
         ("dfpo_orth", "one micro-batch"),
         ("tpo", r"\(target\)"),

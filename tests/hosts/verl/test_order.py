@@ -28,24 +28,24 @@ PRESERVED = {"plan": "query_preserved"}
 BALANCED = {"plan": "reward_balanced"}
 
 
-def ordered(rows, counterpoise, queue_of, num_ranks=2, mini=2, cls=CreditSync, step=1):
-    """(optimizer steps as lists of keys, the batch, the queue, metrics) after verl's
+def ordered(rows, counterpoise, queue_of, num_ranks=2, mini=2, cls=CreditSync, batch_number=1):
+    """(updates as lists of keys, the batch, the queue, metrics) after verl's
     ``_balance_batch`` and ours.
     """
     num_prompts = len({row.prompt for row in rows})
     host = trainer(cls, config(counterpoise=counterpoise, mini=mini, train=num_prompts), num_ranks)
-    host.global_steps = step
+    host.global_steps = batch_number
     queue, metrics = queue_of(rows), {}
     batch = host._balance_batch(batch_meta(rows), metrics)
     return optimizer_steps(batch.keys, 4 * mini, num_ranks), batch, queue, metrics
 
 
-def prompts_of(step):
-    return Counter(key.rsplit("_", 2)[0] for key in step if not key.startswith("pad"))
+def prompts_of(batch_number):
+    return Counter(key.rsplit("_", 2)[0] for key in batch_number if not key.startswith("pad"))
 
 
-def is_split(steps):
-    seen = [set(prompts_of(step)) for step in steps]
+def is_split(updates):
+    seen = [set(prompts_of(batch_number)) for batch_number in updates]
     return sum(map(len, seen)) > len(set().union(*seen))
 
 
@@ -53,8 +53,10 @@ def is_split(steps):
 @pytest.mark.parametrize("mini", [1, 2, 4])
 def test_query_preserved_keeps_whole_prompts_in_every_step(mini, num_ranks, queue_of):
     rows = rollouts(num_prompts=8, seed=5)
-    steps, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks, mini)
-    assert [prompts_of(step).most_common()[-1][1] for step in steps] == [4] * (8 // mini)
+    updates, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks, mini)
+    assert [prompts_of(batch_number).most_common()[-1][1] for batch_number in updates] == [4] * (
+        8 // mini
+    )
     assert sorted(batch.keys) == sorted(row.key for row in rows)
     assert (
         metrics["counterpoise/plan/prompts_split_frac"] == 0
@@ -64,8 +66,8 @@ def test_query_preserved_keeps_whole_prompts_in_every_step(mini, num_ranks, queu
 
 def test_verls_own_order_splits_prompts(queue_of):
     rows = rollouts(num_prompts=8, seed=5)
-    steps, *_ = ordered(rows, None, queue_of, cls=PPOTrainerSync)
-    assert is_split(steps)
+    updates, *_ = ordered(rows, None, queue_of, cls=PPOTrainerSync)
+    assert is_split(updates)
     assert not is_split(ordered(rows, PRESERVED, queue_of)[0])
 
 
@@ -77,14 +79,14 @@ def test_tags_travel_with_their_rollouts(queue_of):
 
 
 def test_every_step_is_shared_out_evenly(queue_of):
-    """Within a step the ranks get equal numbers of rows and nearly equal tokens; verl's log says
+    """Within a batch the ranks get equal numbers of rows and nearly equal tokens; verl's log says
     so.
     """
     rows = rollouts(num_prompts=8, seed=5, longest=40)
-    steps, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks=2)
+    updates, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks=2)
     length = dict(zip(batch.keys, [tag["seq_len"] for tag in batch.tags]))
-    for step in steps:
-        halves = [sum(length[key] for key in half) for half in (step[:4], step[4:])]
+    for batch_number in updates:
+        halves = [sum(length[key] for key in half) for half in (batch_number[:4], batch_number[4:])]
         assert abs(halves[0] - halves[1]) <= 0.15 * sum(halves)
     ranks = [sum(length[key] for key in half) for half in (batch.keys[:16], batch.keys[16:])]
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (
@@ -99,9 +101,9 @@ def test_failed_rollouts_leave_room_for_verls_fillers(queue_of):
     """
     for sizes in ([4, 4, 3, 4, 4, 4, 4, 4], [4, 4, 3, 4, 2, 4, 2, 4]):
         rows = rollouts(num_prompts=8, seed=5, sizes=sizes)
-        steps, batch, queue, _ = ordered(rows, PRESERVED, queue_of)
-        assert not is_split(steps)
-        assert [len(step) for step in steps] == [8] * 4
+        updates, batch, queue, _ = ordered(rows, PRESERVED, queue_of)
+        assert not is_split(updates)
+        assert [len(batch_number) for batch_number in updates] == [8] * 4
         fillers = [key for key in batch.keys if key.startswith("pad")]
         assert len(fillers) == 32 - sum(sizes)
         assert all(queue.data[key]["response_mask"].sum() == 0 for key in fillers)
@@ -111,7 +113,7 @@ def test_the_plan_depends_on_the_step_and_the_seed(queue_of):
     rows = rollouts(num_prompts=8, seed=5)
     first = ordered(rows, PRESERVED, queue_of)[1].keys
     assert first == ordered(rows, PRESERVED, queue_of)[1].keys
-    assert first != ordered(rows, PRESERVED, queue_of, step=2)[1].keys
+    assert first != ordered(rows, PRESERVED, queue_of, batch_number=2)[1].keys
     assert first != ordered(rows, PRESERVED | {"seed": 1}, queue_of)[1].keys
 
 
@@ -125,20 +127,20 @@ def graded(rewards):
 
 
 def test_reward_balanced_leaves_constant_prompts_out(queue_of):
-    """Two prompts are all right and all wrong: they go, fillers come, and every step holds as many
+    """Two prompts are all right and all wrong: they go, fillers come, and every batch holds as many
     successes as failures.
     """
     rows = graded([4, 1, 3, 2, 0, 1, 3, 2])
-    steps, batch, queue, metrics = ordered(rows, BALANCED, queue_of, mini=4)
-    kept = {key for step in steps for key in step if not key.startswith("pad")}
+    updates, batch, queue, metrics = ordered(rows, BALANCED, queue_of, mini=4)
+    kept = {key for batch_number in updates for key in batch_number if not key.startswith("pad")}
     assert kept == {row.key for row in rows if row.prompt not in ("p0", "p4")}
-    assert not is_split(steps)
+    assert not is_split(updates)
     reward = {row.key: float(row.fields["rm_scores"].sum()) for row in rows}
-    assert [sum(reward.get(key, 0) for key in step) for step in steps] == [6, 6]
+    assert [sum(reward.get(key, 0) for key in batch_number) for batch_number in updates] == [6, 6]
     assert len(batch.keys) == 32 and len(set(batch.keys)) == 32
     assert set(queue.data) == set(batch.keys)
     fillers = [key for key in batch.keys if key.startswith("pad")]
-    assert [sum(key in fillers for key in step) for step in steps] == [4, 4]
+    assert [sum(key in fillers for key in batch_number) for batch_number in updates] == [4, 4]
     assert metrics["counterpoise/plan/rows_left_out"] == 8
     assert (
         metrics["counterpoise/plan/positive_frac_lowest"]
@@ -168,7 +170,7 @@ def test_a_plan_works_beside_our_credit(queue_of):
 
 
 def test_steps_that_cannot_be_filled_are_an_error():
-    with pytest.raises(ValueError, match="3 rows do not make 2 steps of 2"):
+    with pytest.raises(ValueError, match="3 rows do not make 2 batches of 2"):
         filled([["a"], ["b"]], ["x"], 2)
     assert by_rank([["a", "b"]], {"a": 1, "b": 2}, 1, lambda work, num_ranks: [[1, 0]]) == [
         ["b", "a"]

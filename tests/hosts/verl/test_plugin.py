@@ -165,7 +165,7 @@ import sys
 sys.modules["verl"] = None
 from counterpoise.hosts.verl import register, registered
 print(registered().problems)
-for step in (register, lambda: __import__("counterpoise.hosts.verl.trainer")):
+for batch in (register, lambda: __import__("counterpoise.hosts.verl.trainer")):
     try:
         step()
     except ImportError as error:

@@ -97,7 +97,7 @@ def test_switched_off_the_order_is_verls(queue_of):
 def test_token_credit_is_the_cores(name, queue_of):
     rows, metrics = rollouts(seed=1), {}
     got, _ = computed(CreditSync, config(f"counterpoise/{name}"), rows, queue_of, metrics)
-    expected = cp.method(name).assign(token_batch(rows), step=1)
+    expected = cp.method(name).assign(token_batch(rows), batch_number=1)
     assert_close(got, expected.credit_NT)
     assert expected.credit_NT.abs().sum() > 0
     for key, value in expected.metrics.items():
@@ -185,7 +185,7 @@ def test_kl_in_the_reward_reaches_the_credit(queue_of):
         for r in (row.fields for row in rows)
     ]
     expected = cp.method("gtpo").assign(
-        token_batch(rows).replace(reward_N=torch.tensor(reward)), step=1
+        token_batch(rows).replace(reward_N=torch.tensor(reward)), batch_number=1
     )
     assert_close(
         queue.padded([row.key for row in rows], "advantages"),
@@ -240,7 +240,7 @@ def test_fades_state_goes_on_and_survives_a_checkpoint(queue_of, tmp_path):
     with pytest.raises(ValueError, match="Resume with the same method"):
         other._load_checkpoint()
     (tmp_path / "global_step_1" / "counterpoise.json").unlink()
-    with pytest.warns(UserWarning, match="starts with a fresh state at step 1"):
+    with pytest.warns(UserWarning, match="starts with a fresh state at batch 1"):
         trainer(CreditSync, made)._load_checkpoint()
 
 
@@ -255,7 +255,7 @@ def test_several_trajectories_a_session_are_refused(queue_of):
     ("made", "line"),
     [
         ({"adv_estimator": "counterpoise/delta"}, "reads hidden_NTD"),
-        ({"adv_estimator": "counterpoise/dfpo_min"}, "whole optimizer step"),
+        ({"adv_estimator": "counterpoise/dfpo_min"}, "whole update"),
         ({"adv_estimator": "counterpoise/dappo"}, "Did you mean 'dapo'"),
         (
             {"adv_estimator": "counterpoise/grpo", "n": 1},
@@ -282,7 +282,7 @@ def test_several_trajectories_a_session_are_refused(queue_of):
         ),
         (
             {"actor_rollout_ref__actor__policy_loss__loss_mode": "counterpoise/tpo"},
-            "whole optimizer step",
+            "whole update",
         ),
         (
             {
@@ -346,9 +346,9 @@ def test_a_credit_rule_that_reads_the_reference_asks_for_it():
 
 
 def test_one_optimizer_step_a_batch_is_warned_about():
-    with pytest.warns(UserWarning, match="one optimizer step a batch"):
+    with pytest.warns(UserWarning, match="one update a batch"):
         check_config(config(counterpoise={"plan": "query_preserved"}, mini=4, train=4), "sync")
-    with pytest.warns(UserWarning, match="one optimizer step a batch"):
+    with pytest.warns(UserWarning, match="one update a batch"):
         check_config(
             config(counterpoise={"plan": "query_preserved"}, mini=2, train=8), "separate_async"
         )

@@ -144,14 +144,16 @@ def padded(parts, width):
 def replayed(
     folder: Path, method: cp.Method, loss: cp.Method
 ) -> tuple[dict[str, torch.Tensor], list[cp.Credit]]:
-    """The same two batches by a plain loop: credit of the core once a batch, its loss, one SGD step
-    a planned optimizer step.
+    """The same two batches by a plain loop: credit of the core once a batch, its loss, one SGD batch
+    a planned update.
     """
     model, state, credits = model_with(folder), None, []
-    for step in (1, 2):
-        rollouts = torch.load(folder / "checkpoints" / f"rollouts_{step}.pt", weights_only=False)
-        order = json.loads((folder / "checkpoints" / f"order_{step}.json").read_text())
-        steps = [
+    for batch_number in (1, 2):
+        rollouts = torch.load(
+            folder / "checkpoints" / f"rollouts_{batch_number}.pt", weights_only=False
+        )
+        order = json.loads((folder / "checkpoints" / f"order_{batch_number}.json").read_text())
+        updates = [
             [key for key in keys if key in rollouts] for keys in optimizer_steps(order, MINI * N, 2)
         ]
         keys = [key for key in order if key in rollouts]
@@ -165,10 +167,10 @@ def replayed(
             sampler_logp=[row["rollout_log_probs"].tolist() for row in rows],
             entropy=[entropy.tolist() for _, entropy in before],
         )
-        credit = method.assign(batch, state, step=step)
+        credit = method.assign(batch, state, batch_number=batch_number)
         state, width = credit.state, batch.mask_NT.shape[1]
         credits.append(credit)
-        for planned in steps:
+        for planned in updates:
             row_R = torch.tensor([keys.index(key) for key in planned])
             made = loss.rows(batch, credit, row_R)
             made = made._replace(

@@ -92,7 +92,13 @@ def token_batch(
 
 
 def assign(
-    trainer: Any, made: Setup, batch: TokenBatch, trl_advantage_N: Tensor, state: Any, *, step: int
+    trainer: Any,
+    made: Setup,
+    batch: TokenBatch,
+    trl_advantage_N: Tensor,
+    state: Any,
+    *,
+    batch_number: int,
 ) -> Credit:
     """The method's credit, statistics over all processes; on TRL's advantages where those are kept."""
     method = made.method
@@ -100,7 +106,11 @@ def assign(
         method = dataclasses.replace(method, advantage=lambda reward_N, group_N: trl_advantage_N)
     with torch.no_grad():
         return method.assign(
-            batch, state, reduce=reduce_of(trainer), seed=trainer.args.seed, step=step
+            batch,
+            state,
+            reduce=reduce_of(trainer),
+            seed=trainer.args.seed,
+            batch_number=batch_number,
         )
 
 

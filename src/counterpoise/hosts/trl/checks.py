@@ -9,7 +9,7 @@ import trl
 
 from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.hosts.trl.plan import num_steps
+from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import backbone_of
 
 SUPPORTED = ">= 1.9, != 1.15.0"
@@ -124,17 +124,17 @@ def _check_windows(trainer: Any, made: Setup) -> None:
     if per % gas:
         raise ValueError(
             f"steps_per_generation ({per}) must be a multiple of gradient_accumulation_steps"
-            f" ({gas}): the plan deals the rows of one generation to whole optimizer steps."
+            f" ({gas}): the plan deals the rows of one generation to whole updates."
         )
-    steps, prompts = num_steps(trainer), args.generation_batch_size // trainer.num_generations
+    updates, prompts = num_updates(trainer), args.generation_batch_size // trainer.num_generations
     name = made.method.describe()["plan"]["name"]
-    if name in WHOLE_PROMPTS and prompts % steps:
+    if name in WHOLE_PROMPTS and prompts % updates:
         raise ValueError(
-            f"plan {name!r} gives each optimizer step whole prompts: {prompts} prompts a generation"
-            f" do not divide into {steps} steps. Change per_device_train_batch_size or"
+            f"plan {name!r} gives each update whole prompts: {prompts} prompts a generation"
+            f" do not divide into {updates} updates. Change per_device_train_batch_size or"
             " steps_per_generation so that they do."
         )
-    if steps == 1 and name != "random_rows":
+    if updates == 1 and name != "random_rows":
         warnings.warn(
             f"plan {name!r} does nothing here: there is one optimizer update a generation"
             f" (steps_per_generation {per} = gradient_accumulation_steps). Raise"

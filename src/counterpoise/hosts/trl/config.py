@@ -63,7 +63,7 @@ class CreditGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": (
-                "Which rollouts share an optimizer step: 'query_preserved', 'reward_balanced', ..."
+                "Which rollouts share an update: 'query_preserved', 'reward_balanced', ..."
                 " or a JSON/YAML mapping. The default is the method's own; 'random_rows' is TRL's"
                 " shuffle. Needs steps_per_generation > gradient_accumulation_steps."
             )
@@ -155,10 +155,10 @@ class CreditGRPOConfig(GRPOConfig):
         if self.num_generations != 1 or self.method == "uniform" or not self.method_advantage:
             return super().__post_init__()
         _check_alone(self.setup())
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        updates = self.steps_per_generation or self.gradient_accumulation_steps
         sizes = (
             self.per_device_train_batch_size,
-            steps,
+            updates,
             self.generation_batch_size or 1,
             int(os.environ.get("WORLD_SIZE", 1)),
         )

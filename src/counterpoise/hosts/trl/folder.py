@@ -38,7 +38,7 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
         },
         "optimizer": {
             "lr": args.learning_rate,
-            "steps_per_batch": max(
+            "updates_per_batch": max(
                 1, args.steps_per_generation // args.gradient_accumulation_steps
             ),
         },
@@ -55,19 +55,23 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
 
 
 def rollout_table(
-    step: int, tokenizer: Any, prompt_ids: list[list[int]], batch: TokenBatch, credit: Credit
+    batch_number: int,
+    tokenizer: Any,
+    prompt_ids: list[list[int]],
+    batch: TokenBatch,
+    credit: Credit,
 ) -> dict[str, Any]:
-    """Columns of ``rollouts/step_*.parquet``: one row a rollout, token columns as lists without
+    """Columns of ``rollouts/batch_*.parquet``: one row a rollout, token columns as lists without
     padding.
     """
     ids = _lists(batch.token_ids_NT, batch.mask_NT)
     group = batch.group_N.tolist()
     width = batch.max_length or batch.mask_NT.shape[1]
     table = {
-        "step": [step] * batch.num_rollouts,
+        "batch": [batch_number] * batch.num_rollouts,
         "rollout": list(range(batch.num_rollouts)),
         "group": group,
-        "prompt_id": [f"{step}-{g}" for g in group],
+        "prompt_id": [f"{batch_number}-{g}" for g in group],
         "prompt": tokenizer.batch_decode(prompt_ids, skip_special_tokens=True),
         "answer": [""] * batch.num_rollouts,
         "text": tokenizer.batch_decode(ids, skip_special_tokens=True),

@@ -1,11 +1,11 @@
-"""The ledger inside TRL: what each optimizer step of a chosen generation did to every token, as
+"""The ledger inside TRL: what each update of a chosen generation did to every token, as
 files and as TRL's metrics.
 
 A token's coefficient is read off the loss that was trained on, whosever it is: minus its derivative
 by the token's log-prob. The ledger only
 looks: training with and without it is equal bit for bit. Where the model is sharded (FSDP,
     DeepSpeed) a single process cannot score it before
-and after a step; then the columns of the loss alone are kept.
+and after a batch; then the columns of the loss alone are kept.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from transformers import TrainerCallback
 from counterpoise.hosts.trl.batch import loss_mask
 from counterpoise.hosts.trl.folder import create_folder, rollout_table
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.hosts.trl.plan import num_steps
+from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import recorded
 from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import masked_mean
-from counterpoise.run.files import append_json, step_file, write_json, write_table
+from counterpoise.run.files import append_json, batch_file, write_json, write_table
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 log = logging.getLogger("counterpoise.ledger")
 
 
 class LossBook(Book):
-    """The book of a sharded model: what the loss used, without the log-probs after the step."""
+    """The book of a sharded model: what the loss used, without the log-probs after the batch."""
 
     def before(self) -> None:
         """Nothing to keep."""
@@ -47,7 +47,7 @@ class LossBook(Book):
             "is_clipped": loss.clipped_NT,
             "importance_ratio": loss.ratio_NT,
         }
-        for name, value_RT in (columns | {"optimizer_step": number}).items():
+        for name, value_RT in (columns | {"update": number}).items():
             self._write(name, rows.row_R, value_RT)
         self.residuals.append(residuals(self.batch.token_ids_NT[rows.row_R], rows, loss))
 
@@ -56,7 +56,7 @@ class LossBook(Book):
 
 
 class Ledger(TrainerCallback):
-    """Watches the optimizer steps of every n-th generation.
+    """Watches the updates of every n-th generation.
 
     Files are in ``output_dir/counterpoise``, the layout of a run folder.
     """
@@ -86,7 +86,7 @@ class Ledger(TrainerCallback):
         columns: dict[str, Any],
         metrics: dict[str, float],
     ) -> None:
-        """Before the first optimizer step of a generation, on every process; the main one keeps the
+        """Before the first update of a generation, on every process; the main one keeps the
         book.
         """
         self._is_open, self._num_done, self._generation = True, 0, generation
@@ -109,11 +109,11 @@ class Ledger(TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.book = kind(model, optimizer, batch, prompt_ids, credit, self._texts, settings)
         table = rollout_table(generation, trainer.processing_class, prompt_ids, batch, credit)
-        write_table(step_file(self.folder, "rollouts", generation, ".parquet"), table)
+        write_table(batch_file(self.folder, "rollouts", generation, ".parquet"), table)
 
     def write_plan(self, generation: int, plan: Plan) -> None:
         if self.trainer.accelerator.is_main_process:
-            write_json(step_file(self.folder, "plan", generation, ".json"), plan.manifest)
+            write_json(batch_file(self.folder, "plan", generation, ".json"), plan.manifest)
 
     def note(
         self, inputs: dict[str, Any], total: Tensor, logp_NT: Tensor, loss: TokenLoss | None
@@ -157,7 +157,7 @@ class Ledger(TrainerCallback):
                 rows = self.made.method.rows(self._batch, self._credit, row_R)
                 self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
         self._parts, self._num_done = [], self._num_done + 1
-        if self._num_done == num_steps(self.trainer):
+        if self._num_done == num_updates(self.trainer):
             self.close()
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Ledger(TrainerCallback):
 
     def _numbers(self, book: Book) -> dict[str, float]:
         write_table(
-            step_file(self.folder, "tokens", self._generation, ".parquet"),
+            batch_file(self.folder, "tokens", self._generation, ".parquet"),
             book.table(self._generation),
         )
         found = {f"ledger/{name}": value for name, value in book.summary().items()}
@@ -211,10 +211,10 @@ class Ledger(TrainerCallback):
             "rollouts/length": float(length_N.float().mean()),
             "optimizer/lr": self.trainer._get_learning_rate(),
         }
-        append_json(self.folder / "metrics.jsonl", {"step": generation, **numbers, **metrics})
+        append_json(self.folder / "metrics.jsonl", {"batch": generation, **numbers, **metrics})
 
     def _gathered(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the step, coefficients, ratios: of all processes, fillers left out."""
+        """Rows of the batch, coefficients, ratios: of all processes, fillers left out."""
         accelerator, found = self.trainer.accelerator, []
         for name in ("row", "coef", "ratio"):
             value = torch.cat([part[name] for part in self._parts]).contiguous()

@@ -2,7 +2,7 @@
 
 TRL's ``_compute_loss`` runs with advantages of 0: it gives the forward, its metrics, and the terms
 beside the policy loss (KL, entropy bonus, router loss). The policy loss is ours: ``sum loss_NT *
-scale_NT``, scale known for the whole optimizer step over all processes. Gradients are averaged over
+scale_NT``, scale known for the whole update over all processes. Gradients are averaged over
 processes, hence the factor."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.hosts.trl.plan import StepRows, in_plan_order, masked
+from counterpoise.hosts.trl.plan import UpdateRows, in_plan_order, masked
 from counterpoise.hosts.trl.scoring import SCORE, recorded
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.types import Rows, TokenLoss
@@ -52,18 +52,18 @@ def corrected(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
     return loss._replace(loss_NT=loss.loss_NT * ratio_N1, coef_NT=loss.coef_NT * ratio_N1)
 
 
-def prepare_step(trainer: Any, made: Setup, steps: list[StepRows]) -> None:
-    """Before the first micro-batch of a step: what the loss must know of all its rows, from one
+def prepare_update(trainer: Any, made: Setup, updates: list[UpdateRows]) -> None:
+    """Before the first micro-batch of a update: what the loss must know of all its rows, from one
     forward without gradient.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if not made.method.needs_step_logp or trainer._step % args.gradient_accumulation_steps:
+    if not made.method.needs_update_logp or trainer._step % args.gradient_accumulation_steps:
         return
     number = trainer._step % args.steps_per_generation // args.gradient_accumulation_steps
     first = number * args.gradient_accumulation_steps
     micros = trainer._buffered_inputs[first : first + args.gradient_accumulation_steps]
-    step, is_unchanged = (
-        steps[number],
+    update, is_unchanged = (
+        updates[number],
         trainer._step % (args.steps_per_generation * trainer.num_iterations) == 0,
     )
     logp_CT = accelerator.gather(
@@ -71,14 +71,14 @@ def prepare_step(trainer: Any, made: Setup, steps: list[StepRows]) -> None:
     )
     before_NT = torch.cat(
         [
-            micro.get("old_per_token_logps", step.rows.sampler_logp_NT.new_zeros(0))
+            micro.get("old_per_token_logps", update.rows.sampler_logp_NT.new_zeros(0))
             for micro in micros
         ]
     )
     sampler_CT = accelerator.gather(before_NT.contiguous()) if len(before_NT) else logp_CT
-    rows = step.rows._replace(sampler_logp_NT=in_plan_order(sampler_CT, step.slot_WGB).float())
-    rows = made.method.prepare(in_plan_order(logp_CT, step.slot_WGB).float(), rows)
-    for micro, slot_B in zip(micros, step.slot_WGB[accelerator.process_index]):
+    rows = update.rows._replace(sampler_logp_NT=in_plan_order(sampler_CT, update.slot_WGB).float())
+    rows = made.method.prepare(in_plan_order(logp_CT, update.slot_WGB).float(), rows)
+    for micro, slot_B in zip(micros, update.slot_WGB[accelerator.process_index]):
         slot_B = slot_B.to(rows.row_R.device)
         micro["cp_rows"] = masked(rows.select(slot_B.clamp(min=0)), slot_B >= 0)
 

@@ -45,7 +45,7 @@ class Setup(NamedTuple):
             as they are.
         is_uniform: TRL's advantages and loss, untouched.
         has_own_loss: the loss is counterpoise's, not TRL's.
-        has_own_plan: the rows of each optimizer step are chosen by the method's plan instead of
+        has_own_plan: the rows of each update are chosen by the method's plan instead of
             TRL's shuffle.
         has_own_advantage: the advantage is the method's, not TRL's.
     """

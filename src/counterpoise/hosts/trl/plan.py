@@ -1,8 +1,8 @@
 """The plan instead of TRL's shuffle: which rows each micro-batch of each process holds.
 
 A generation is ``steps_per_generation`` micro-batches a process; ``gradient_accumulation_steps`` of
-them make an optimizer step. The plan decides which rows share a step, over all processes; within a
-step rows are dealt evenly over processes and micro-batches, and micro-batches are filled up to one
+them make an update. The plan decides which rows share a update, over all processes; within a
+update rows are dealt evenly over processes and micro-batches, and micro-batches are filled up to one
 size with rows that are masked out (no credit, no loss, no count)."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROW_MEANS = ("grpo", "sapo", "dr_grpo", "luspo")
 FILLER = -1
 
 
-class StepRows(NamedTuple):
-    """An optimizer step over all processes: its rows, and which of them lies in which slot.
+class UpdateRows(NamedTuple):
+    """An update over all processes: its rows, and which of them lies in which slot.
 
     Attributes:
-        rows: columns of the step's rows, in the plan's order.
+        rows: columns of the update's rows, in the plan's order.
         slot_WGB: [processes, micro-batches, rows] position in ``rows``, ``FILLER`` for a row that
             only fills up.
     """
@@ -35,17 +35,19 @@ class StepRows(NamedTuple):
     slot_WGB: Tensor
 
 
-def num_steps(trainer: Any) -> int:
-    """Optimizer steps of one generation (of one pass over it)."""
+def num_updates(trainer: Any) -> int:
+    """Updates of one generation (of one pass over it)."""
     return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
 
 
 def planned(
     made: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
-) -> list[StepRows]:
-    """Every step of the plan, dealt over processes and micro-batches."""
+) -> list[UpdateRows]:
+    """Every update of the plan, dealt over processes and micro-batches."""
     return [
-        StepRows(made.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro))
+        UpdateRows(
+            made.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro)
+        )
         for row_R in plan
     ]
 
@@ -64,7 +66,7 @@ def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
 
 
 def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
-    """What TRL's own shuffle did, as a plan to audit; None where optimizer steps and generations do
+    """What TRL's own shuffle did, as a plan to audit; None where updates and generations do
     not line up.
     """
     per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
@@ -76,24 +78,26 @@ def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
         .reshape(trainer.accelerator.num_processes, per // gas, -1)
         .cpu()
     )
-    steps = [row_WSR[:, step].flatten().sort().values for step in range(per // gas)]
-    facts = {"plan": {"name": TRL_PLAN}, "seed": trainer.args.seed, "step": generation}
-    return Plan(tuple(steps), manifest(steps, batch.group_N.cpu()) | facts)
+    updates = [row_WSR[:, update].flatten().sort().values for update in range(per // gas)]
+    facts = {"plan": {"name": TRL_PLAN}, "seed": trainer.args.seed, "update": generation}
+    return Plan(tuple(updates), manifest(updates, batch.group_N.cpu()) | facts)
 
 
 def micro_batches(
-    trainer: Any, columns: dict[str, Any], steps: list[StepRows]
+    trainer: Any, columns: dict[str, Any], updates: list[UpdateRows]
 ) -> list[dict[str, Any]]:
     """This process's share of the generation, in the form of TRL's buffer."""
-    kept_R = torch.cat([step.rows.row_R for step in steps])
+    kept_R = torch.cat([update.rows.row_R for update in updates])
     num_items = loss_mask(columns)[kept_R].sum()
     rank, out = trainer.accelerator.process_index, []
-    for step in steps:
+    for update in updates:
         factor = (
-            step.slot_WGB.numel() / len(step.rows.row_R) if trainer.loss_type in ROW_MEANS else 1.0
+            update.slot_WGB.numel() / len(update.rows.row_R)
+            if trainer.loss_type in ROW_MEANS
+            else 1.0
         )
-        for slot_B in step.slot_WGB[rank]:
-            micro = _picked(columns, step, slot_B, factor)
+        for slot_B in update.slot_WGB[rank]:
+            micro = _picked(columns, update, slot_B, factor)
             if "num_items_in_batch" in micro:
                 micro["num_items_in_batch"] = num_items.to(micro["num_items_in_batch"])
             out.append(micro)
@@ -101,11 +105,11 @@ def micro_batches(
 
 
 def _picked(
-    columns: dict[str, Any], step: StepRows, slot_B: Tensor, factor: float
+    columns: dict[str, Any], update: UpdateRows, slot_B: Tensor, factor: float
 ) -> dict[str, Any]:
-    slot_B = slot_B.to(step.rows.row_R.device)
+    slot_B = slot_B.to(update.rows.row_R.device)
     is_real_B, pick_B = slot_B != FILLER, slot_B.clamp(min=0)
-    row_B = step.rows.row_R[pick_B]
+    row_B = update.rows.row_R[pick_B]
     micro = {
         name: value[row_B] if isinstance(value, Tensor) and value.ndim else value
         for name, value in columns.items()
@@ -118,7 +122,7 @@ def _picked(
     if factor != 1.0:
         micro["advantages"] = micro["advantages"] * factor
     micro["cp_row"] = torch.where(is_real_B, row_B, FILLER)
-    micro["cp_rows"] = masked(step.rows.select(pick_B), is_real_B)
+    micro["cp_rows"] = masked(update.rows.select(pick_B), is_real_B)
     return micro
 
 

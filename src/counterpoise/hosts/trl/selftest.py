@@ -35,11 +35,11 @@ class Micro(NamedTuple):
     credit_NT: Tensor
     mask_NT: Tensor
     grad_NT: Tensor
-    is_first_step: bool
+    is_first_update: bool
 
 
 class Probe(NamedTuple):
-    """What a short training did; rows by optimizer step."""
+    """What a short training did; rows by update."""
 
     micros: list[Micro]
     trained_rows: list[list[int]]
@@ -47,7 +47,7 @@ class Probe(NamedTuple):
 
 
 def probe() -> Probe:
-    """Two optimizer steps on eight rollouts of two prompts; of failed rollouts one token keeps its
+    """Two updates on eight rollouts of two prompts; of failed rollouts one token keeps its
     credit.
     """
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _offline():
@@ -74,7 +74,7 @@ def probe() -> Probe:
         trainer.train()
     assert trainer.credit_plan is not None
     return Probe(
-        trainer.micros, trainer.rows, [sorted(step.tolist()) for step in trainer.credit_plan]
+        trainer.micros, trainer.rows, [sorted(update.tolist()) for update in trainer.credit_plan]
     )
 
 
@@ -93,7 +93,7 @@ class _Watched(CreditGRPOTrainer):
                 inputs["advantages"],
                 inputs["completion_mask"].bool(),
                 grad_NT,
-                is_first_step=self._step == 0,
+                is_first_update=self._step == 0,
             )
         )
         self.rows.append(sorted(inputs["cp_row"].tolist()))

@@ -15,7 +15,7 @@ class CreditState(TrainerCallback, ExportableState):
 
     A resumed run reads it whether or not ``restore_callback_states_from_checkpoint`` is set: a
     controller that starts anew would change the training. TRL generates anew when it resumes
-    between the optimizer steps of one generation; that counts as a generation."""
+    between the updates of one generation; that counts as a generation."""
 
     def __init__(self) -> None:
         self.generation = 0

@@ -37,8 +37,8 @@ from counterpoise.hosts.trl.batch import (
 from counterpoise.hosts.trl.checks import check_trainer, check_version
 from counterpoise.hosts.trl.config import CreditGRPOConfig
 from counterpoise.hosts.trl.ledger import Ledger
-from counterpoise.hosts.trl.loss import own_loss, prepare_step
-from counterpoise.hosts.trl.plan import StepRows, micro_batches, num_steps, planned, trls_plan
+from counterpoise.hosts.trl.loss import own_loss, prepare_update
+from counterpoise.hosts.trl.plan import UpdateRows, micro_batches, num_updates, planned, trls_plan
 from counterpoise.hosts.trl.scoring import REWARDS, SCORE, recorded, scored
 from counterpoise.hosts.trl.state import CreditState, credit_state
 from counterpoise.plans import audit
@@ -73,7 +73,7 @@ class CreditMixin(Host):
         self.credit_ledger = Ledger(self, self.credit_setup)
         self.credit_plan: Plan | None = None
         self._credit_fresh: dict[str, Any] | None = None
-        self._credit_steps: list[StepRows] = []
+        self._credit_updates: list[UpdateRows] = []
         self.add_callback(CreditState())
         self.add_callback(self.credit_ledger)
         made = self.credit_setup
@@ -93,7 +93,12 @@ class CreditMixin(Host):
             output = super()._generate_and_score_completions(inputs)
         batch = token_batch(self, made, output, rewards[-1], seen, more)
         credit = assign(
-            self, made, batch, output["advantages"], state.method_state, step=state.generation
+            self,
+            made,
+            batch,
+            output["advantages"],
+            state.method_state,
+            batch_number=state.generation,
         )
         state.method_state, state.generation = credit.state, state.generation + 1
         if not made.is_uniform:
@@ -114,7 +119,7 @@ class CreditMixin(Host):
             self._credit_fresh = None
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if self.credit_setup.has_own_loss:
-            prepare_step(self, self.credit_setup, self._credit_steps)
+            prepare_update(self, self.credit_setup, self._credit_updates)
         return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -141,12 +146,12 @@ class CreditMixin(Host):
         batch, credit = whole_batch(self, columns)
         if made.has_own_plan:
             plan = self.credit_plan = made.method.plan(
-                batch, num_steps(self), seed=self.args.seed, step=generation
+                batch, num_updates(self), seed=self.args.seed, batch_number=generation
             )
             _check_room(plan, batch)
             shape = (self.accelerator.num_processes, self.args.gradient_accumulation_steps)
-            self._credit_steps = planned(made, batch, credit, plan, *shape)
-            self._buffered_inputs = micro_batches(self, columns, self._credit_steps)
+            self._credit_updates = planned(made, batch, credit, plan, *shape)
+            self._buffered_inputs = micro_batches(self, columns, self._credit_updates)
         else:
             plan = trls_plan(self, batch, generation)
         numbers = _plan_numbers(plan, batch) if plan is not None else {}
@@ -183,12 +188,12 @@ def _plan_numbers(plan: Plan, batch: TokenBatch) -> dict[str, float]:
 
 
 def _check_room(plan: Plan, batch: TokenBatch) -> None:
-    """Steps that are far larger than TRL's would be a surprise for the memory."""
+    """Updates that are far larger than TRL's would be a surprise for the memory."""
     room = batch.num_rollouts // len(plan)
-    largest = max(len(step) for step in plan)
+    largest = max(len(batch_number) for batch_number in plan)
     if largest > room:
         warnings.warn(
-            f"the plan's largest optimizer step has {largest} rows where TRL's has {room}: its"
+            f"the plan's largest update has {largest} rows where TRL's has {room}: its"
             " micro-batches are larger.",
             stacklevel=2,
         )

@@ -108,7 +108,7 @@ def _check_plan(config: Any, made: Setup, mode: str) -> None:
     sync_every = config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
     if config.data.train_batch_size // sync_every <= actor.ppo_mini_batch_size:
         warnings.warn(
-            "the plan does nothing here: there is one optimizer step a batch"
+            "the plan does nothing here: there is one update a batch"
             f" ({config.data.train_batch_size // sync_every} prompts,"
             f" actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}). Lower ppo_mini_batch_size"
             " for more.",

@@ -34,13 +34,13 @@ class Loan:
         columns: columns of a TokenBatch, [N, T] each; ``mask_NT`` is the mask before any rollout
             was rejected.
         state: the method's state after the last batch.
-        step: verl's global step, from which random draws are derived.
+        batch: verl's global step, from which random draws are derived.
         credit: filled by the estimator.
     """
 
     columns: dict[str, Tensor]
     state: dict[str, Any] | None = None
-    step: int = 0
+    batch_number: int = 0
     credit: Credit | None = None
 
 
@@ -164,6 +164,6 @@ def _assigned(
     order_RT = torch.argsort((~columns["mask_NT"][row_R]).byte(), dim=1, stable=True)
     together = {name: value[row_R].gather(1, order_RT) for name, value in columns.items()}
     batch = TokenBatch(group_N=group_N[row_R], reward_N=reward_N[row_R], **together)  # pyright: ignore[reportArgumentType]
-    state, step = (loan.state, loan.step) if loan else (None, 0)
-    out = made.method.assign(batch, state, seed=made.seed, step=step)
+    state, batch_number = (loan.state, loan.batch_number) if loan else (None, 0)
+    out = made.method.assign(batch, state, seed=made.seed, batch_number=batch_number)
     return out, torch.zeros_like(out.credit_NT).scatter(1, order_RT, out.credit_NT)

@@ -63,7 +63,7 @@ class Setup(NamedTuple):
     Attributes:
         method: its loss and reduction are left out: verl takes them from
             ``actor.policy_loss.loss_mode`` and ``actor.loss_agg_mode``.
-        has_own_plan: the rows of each optimizer step are chosen by the method's plan instead of
+        has_own_plan: the rows of each update are chosen by the method's plan instead of
             verl's order.
         seed: of plans and of rules that draw at random.
     """
@@ -104,7 +104,7 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     if not isinstance(seed, int):
         raise ValueError(f"algorithm.counterpoise.seed must be an integer, got {seed!r}.")
     made = cp.method(name, **settings)
-    trouble = _step_loss(made)
+    trouble = _update_loss(made)
     if trouble:
         raise ValueError(trouble)
     made = dataclasses.replace(made, terms=(reinforce,), reduction=per_token)
@@ -147,8 +147,8 @@ def loss_trouble(made: Method) -> str | None:
     rewards or a reference.
     """
     needed = sorted(frozenset().union(*(needs_of(term) for term in made.terms)))
-    if _step_loss(made):
-        return _step_loss(made)
+    if _update_loss(made):
+        return _update_loss(made)
     if needed:
         return (
             f"{PREFIX}{made.name}: a term of its loss reads {', '.join(needed)}, which verl does"
@@ -199,8 +199,8 @@ def agg_mode(made: Method) -> str | None:
     return "seq-mean-token-sum" if how.get("length") == 1 else AGG_MODES.get(name)
 
 
-def _step_loss(made: Method) -> str | None:
-    if not made.needs_step_logp:
+def _update_loss(made: Method) -> str | None:
+    if not made.needs_update_logp:
         return None
     names = [describe(FAMILIES["loss"], term)["name"] for term in made.terms]
     own = next((name for name in names if name in ("clip_cov", "kl_cov")), None)
@@ -211,6 +211,6 @@ def _step_loss(made: Method) -> str | None:
     )
     return (
         f"{PREFIX}{made.name}: its loss ({', '.join(names)}) must see the log-probs of a whole"
-        " optimizer step before it is cut, and verl hands a policy loss one micro-batch."
+        " update before it is cut, and verl hands a policy loss one micro-batch."
         f" {ELSEWHERE}{instead}"
     )

@@ -1,10 +1,10 @@
-"""The order of a verl batch: which rollouts share an optimizer step, laid out as verl cuts a batch.
+"""The order of a verl batch: which rollouts share an update, laid out as verl cuts a batch.
 
 Rollouts go by their keys in verl's queue.
 
 verl gives each data-parallel rank one contiguous part of the batch, and each rank cuts its part
-into contiguous mini-batches. So optimizer step k is made of the k-th piece of every rank's part:
-the order is rank by rank, in each rank step by step. Every step has the same number of rows;
+into contiguous mini-batches. So update k is made of the k-th piece of every rank's part:
+the order is rank by rank, in each rank step by step. Every update has the same number of rows;
 fillers (rows that verl appends, without a response token) take the places that a plan leaves free.
 """
 
@@ -22,7 +22,7 @@ from counterpoise.plans import audit
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 
-Steps = list[list[str]]
+Updates = list[list[str]]
 
 
 class Rollouts(NamedTuple):
@@ -45,67 +45,72 @@ class Rollouts(NamedTuple):
         return torch.tensor([number[prompt] for prompt in prompts])
 
 
-def planned(made: Setup, rollouts: Rollouts, num_steps: int, step: int) -> Steps:
-    """The keys of each optimizer step; ``step`` is verl's global step, from which random draws are
+def planned(made: Setup, rollouts: Rollouts, num_updates: int, update: int) -> Updates:
+    """The keys of each update; ``update`` is verl's global step, from which random draws are
     derived.
     """
     group_N, reward_N, length_N = rollouts.group_N, rollouts.reward_N, rollouts.length_N
-    generator = seeded(made.seed, step, "plan")
+    generator = seeded(made.seed, update, "plan")
     rows = call(
-        made.method.planner, group_N, reward_N, length_N, num_steps=num_steps, generator=generator
+        made.method.planner,
+        group_N,
+        reward_N,
+        length_N,
+        num_updates=num_updates,
+        generator=generator,
     )
     return [[rollouts.keys[row] for row in row_R.tolist()] for row_R in rows]
 
 
-def filled(steps: Sequence[Sequence[str]], fillers: Sequence[str], size: int) -> Steps:
-    """Steps of exactly ``size`` rows.
+def filled(updates: Sequence[Sequence[str]], fillers: Sequence[str], size: int) -> Updates:
+    """Updates of exactly ``size`` rows.
 
-    Rows beyond it move to the steps that have room, which splits a prompt; fillers take the rest.
+    Rows beyond it move to the updates that have room, which splits a prompt; fillers take the rest.
 
     >>> filled([["a", "b", "c"], ["d"]], ["x", "y"], 3)
     [['a', 'b', 'c'], ['d', 'x', 'y']]
     >>> filled([["a", "b", "c"], ["d"]], [], 2)
     [['a', 'b'], ['d', 'c']]
     """
-    total = sum(map(len, steps)) + len(fillers)
-    if total != size * len(steps):
-        raise ValueError(f"filled: {total} rows do not make {len(steps)} steps of {size}.")
-    spare = [key for step in steps for key in step[size:]] + list(fillers)
-    out = [list(step[:size]) for step in steps]
-    for step in out:
-        while len(step) < size:
-            step.append(spare.pop(0))
+    total = sum(map(len, updates)) + len(fillers)
+    if total != size * len(updates):
+        raise ValueError(f"filled: {total} rows do not make {len(updates)} updates of {size}.")
+    spare = [key for update in updates for key in update[size:]] + list(fillers)
+    out = [list(update[:size]) for update in updates]
+    for update in out:
+        while len(update) < size:
+            update.append(spare.pop(0))
     return out
 
 
 def by_rank(
-    steps: Steps,
+    updates: Updates,
     workload: Mapping[str, int],
     num_ranks: int,
     cut: Callable[[list[int], int], Sequence[Sequence[int]]],
 ) -> list[list[str]]:
-    """The keys of each rank, step by step; ``cut(workloads, num_ranks)`` shares one step out
+    """The keys of each rank, step by step; ``cut(workloads, num_ranks)`` shares one update out
     evenly, as positions in it.
 
     >>> by_rank([["a", "b"], ["c", "d"]], dict.fromkeys("abcd", 1), 2, lambda work, num_ranks: [[1], [0]])
     [['b', 'd'], ['a', 'c']]
     """
-    parts = [cut([workload[key] for key in step], num_ranks) for step in steps]
+    parts = [cut([workload[key] for key in update], num_ranks) for update in updates]
     return [
-        [step[at] for step, part in zip(steps, parts) for at in part[rank]]
+        [update[at] for update, part in zip(updates, parts) for at in part[rank]]
         for rank in range(num_ranks)
     ]
 
 
-def plan_numbers(steps: Steps, rollouts: Rollouts) -> dict[str, float]:
-    """What of each prompt meets in one step, to log; fillers are not counted."""
+def plan_numbers(updates: Updates, rollouts: Rollouts) -> dict[str, float]:
+    """What of each prompt meets in one update, to log; fillers are not counted."""
     one_N1, number = (
         torch.ones(len(rollouts.keys), 1),
         {key: k for k, key in enumerate(rollouts.keys)},
     )
     batch = TokenBatch(one_N1.long(), one_N1.bool(), rollouts.group_N, rollouts.reward_N, -one_N1)
-    rows = [[number[key] for key in step if key in number] for step in steps]
-    seen = audit([torch.tensor(step) for step in rows if step], batch)
+    rows = [[number[key] for key in update if key in number] for update in updates]
+    seen = audit([torch.tensor(update) for update in rows if update], batch)
     return {
         "counterpoise/plan/pairs_kept": seen.pairs_kept,
         "counterpoise/plan/prompts_split_frac": seen.prompts_split_frac,

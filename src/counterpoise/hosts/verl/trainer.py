@@ -5,7 +5,7 @@ The driver holds the whole batch: ids, prompts, log-probs and entropies. Four me
 overridden; each calls super, none copies verl:
 
     _compute_advantage    lends the batch's columns to the estimator that verl calls, and logs what the rules report
-    _balance_batch        reorders the rows that verl has balanced, so that each optimizer step holds what the plan says
+    _balance_batch        reorders the rows that verl has balanced, so that each update holds what the plan says
     _save_checkpoint, _load_checkpoint    the method's state beside verl's
 """
 
@@ -98,19 +98,21 @@ class CreditMixin(Host):
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         if self.plan_setup is None:
             return batch
-        rollouts, size = _rollouts(batch), _step_size(self.config)
-        steps = planned(self.plan_setup, rollouts, len(batch) // size, self.global_steps)
-        batch = _without(batch, set(rollouts.keys).difference(*steps), self.tokenizer.eos_token_id)
-        steps = filled(
-            steps, [key for key, tag in zip(batch.keys, batch.tags) if _is_filler(tag)], size
+        rollouts, size = _rollouts(batch), _update_size(self.config)
+        updates = planned(self.plan_setup, rollouts, len(batch) // size, self.global_steps)
+        batch = _without(
+            batch, set(rollouts.keys).difference(*updates), self.tokenizer.eos_token_id
+        )
+        updates = filled(
+            updates, [key for key, tag in zip(batch.keys, batch.tags) if _is_filler(tag)], size
         )
         seq_len = {key: tag["seq_len"] for key, tag in zip(batch.keys, batch.tags)}
         workload = dict(
             zip(seq_len, calculate_workload(torch.tensor(list(seq_len.values()))).tolist())
         )
-        ranks = by_rank(steps, workload, _num_ranks(self), _even_parts)
+        ranks = by_rank(updates, workload, _num_ranks(self), _even_parts)
         place = {key: k for k, key in enumerate(batch.keys)}
-        metrics.update(plan_numbers(steps, rollouts))
+        metrics.update(plan_numbers(updates, rollouts))
         partitions = [[place[key] for key in rank] for rank in ranks]
         metrics.update(
             log_seqlen_unbalance(list(seq_len.values()), partitions, prefix=logging_prefix)
@@ -170,8 +172,8 @@ def _is_filler(tag: dict[str, Any]) -> bool:
     return tag.get("is_padding", False)
 
 
-def _step_size(config: Any) -> int:
-    """Rows of one optimizer step, over all ranks."""
+def _update_size(config: Any) -> int:
+    """Rows of one update, over all ranks."""
     return config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
 
 
@@ -209,15 +211,17 @@ def _even_parts(workload: list[int], num_ranks: int) -> list[list[int]]:
     return get_seqlen_balanced_partitions(workload, k_partitions=num_ranks, equal_size=True)
 
 
-def _read_state(trainer_config: Any, step: int, made: Setup) -> dict[str, Any] | None:
+def _read_state(trainer_config: Any, batch_number: int, made: Setup) -> dict[str, Any] | None:
     folder = (
         trainer_config.resume_from_path if trainer_config.resume_mode == "resume_path" else None
     )
-    path = Path(folder or Path(trainer_config.default_local_dir, f"global_step_{step}"), STATE)
+    path = Path(
+        folder or Path(trainer_config.default_local_dir, f"global_step_{batch_number}"), STATE
+    )
     if not path.exists():
         warnings.warn(
-            f"{path} is missing: method {made.method.name!r} starts with a fresh state at step"
-            f" {step}.",
+            f"{path} is missing: method {made.method.name!r} starts with a fresh state at batch"
+            f" {batch_number}.",
             stacklevel=3,
         )
         return None

@@ -1,14 +1,14 @@
-"""First-order change of every token's log-prob along a parameter step, and the part of it that each
+"""First-order change of every token's log-prob along a parameter update, and the part of it that each
 class of tokens brought.
 
 ``delta_j ~ <g_j, dtheta>`` is a Jacobian-vector product: one forward-mode pass gives it for all
-tokens at once. With the second moments of the optimizer fixed, a step is linear in the gradient:
+tokens at once. With the second moments of the optimizer fixed, a update is linear in the gradient:
 ``dtheta = sum_c P g_c + rest``, where ``g_c = sum_{k in c} c_k grad logp_k`` is the gradient of
 class c (c_k = coef * scale * clip factor), P the optimizer's response, and the rest its memory
 (momentum, weight decay). So C classes cost C backwards and C forward-mode passes, never N^2 inner
 products, and the parts add up to the predicted change.
 
-Axes: N rollouts of the step, T response tokens, C classes.
+Axes: N rollouts of the update, T response tokens, C classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REST = "rest"
 
 
 class Decomposition(NamedTuple):
-    """``predicted_NT`` along the whole step, and ``parts["sign"]["positive"]`` of one class; those
+    """``predicted_NT`` along the whole update, and ``parts["sign"]["positive"]`` of one class; those
     of an axis add up to it.
     """
 
@@ -125,13 +125,13 @@ def decompose(
     """The predicted change along ``after - before`` and its parts by class.
 
     Args:
-        before, after: parameters around the step.
+        before, after: parameters around the update.
         weight_NT: coef * scale * clip factor: with what each token's gradient entered the update.
         classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once.
         response: the optimizer's response to a gradient; None gives the predicted change alone.
         total: what the optimizer got, minus the gradient of the loss. With it the largest class of
             each axis costs no backward: it is the total
-            minus the others, which is exact as long as nothing but the tokens of the step has a
+            minus the others, which is exact as long as nothing but the tokens of the update has a
             gradient.
 
     A class without weight has part 0 and costs nothing.

@@ -1,4 +1,4 @@
-"""What a step did at the head: log-probs before and after, entropy, KL, and the head's own part,
+"""What a update did at the head: log-probs before and after, entropy, KL, and the head's own part,
 from hidden states kept of two forwards.
 
 Full distributions are [tokens, vocabulary]; only ``chunk`` rows of them exist at any moment.
@@ -24,7 +24,7 @@ class HeadState(NamedTuple):
 
 
 class HeadChange(NamedTuple):
-    """``entropy_M`` is before the step; ``kl_M`` is KL(after || before); ``own_M`` is the own part
+    """``entropy_M`` is before the update; ``kl_M`` is KL(after || before); ``own_M`` is the own part
     for a coefficient of 1.
     """
 
@@ -102,7 +102,7 @@ def kl(after_MV: Tensor, before_MV: Tensor) -> Tensor:
 
     Both are the same, because p and p' add up to 1; but every term of the second is at least 0,
     where those of the first are of the order of x, cancel down to x^2, and leave rounding behind:
-    with the small steps of RL float32 would give noise of either sign.
+    with the small updates of RL float32 would give noise of either sign.
 
     >>> a = torch.linspace(-3, 3, 50000)[None].log_softmax(-1)
     >>> b = (a + 1e-4 * torch.linspace(0, 99, 50000).sin()).log_softmax(-1)

@@ -1,10 +1,10 @@
-"""The log-probs of an optimizer step's tokens as a function of the parameters: what the engine
+"""The log-probs of an update's tokens as a function of the parameters: what the engine
 differentiates.
 
 ``LogProbs`` knows nothing of models: any function of named tensors will do. ``of_model`` makes one
 from a Hugging Face causal LM.
 
-Axes: N rollouts of the step, T response tokens, R rows of one chunk.
+Axes: N rollouts of the update, T response tokens, R rows of one chunk.
 """
 
 from __future__ import annotations

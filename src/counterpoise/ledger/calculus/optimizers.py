@@ -1,4 +1,4 @@
-"""The response of an optimizer: how far a parameter moves for a unit of gradient of this step,
+"""The response of an optimizer: how far a parameter moves for a unit of gradient of this update,
 second moments fixed at their value after it.
 """
 
@@ -14,14 +14,14 @@ Response = dict[str, "Tensor | float"]
 
 
 class UnknownOptimizer(ValueError):
-    """An optimizer whose step is not known to be linear in the gradient."""
+    """An optimizer whose update is not known to be linear in the gradient."""
 
 
 def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Response:
-    """P of ``dtheta = -P g + (what the gradient of this step did not cause)``, per parameter.
+    """P of ``dtheta = -P g + (what the gradient of this update did not cause)``, per parameter.
 
     Args:
-        optimizer: after its step.
+        optimizer: after its update.
         parameters: the live parameters by name; those that the optimizer did not move have response
             0.
 
@@ -46,7 +46,7 @@ def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor])
 def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | float:
     """Adam and AdamW: P = lr (1 - b1) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
-    Momentum of earlier steps and weight decay are not in it.
+    Momentum of earlier updates and weight decay are not in it.
     """
     if not state:
         return 0.0
@@ -59,7 +59,7 @@ def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | floa
 def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float:
     """SGD: P = lr, times 1 + momentum with Nesterov's.
 
-    Momentum of earlier steps and weight decay are not in it.
+    Momentum of earlier updates and weight decay are not in it.
     """
     if group["dampening"]:
         raise UnknownOptimizer(

@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Everything a training step reads and changes: parameters, buffers, gradients, the optimizer's
+    """Everything a training update reads and changes: parameters, buffers, gradients, the optimizer's
     state and settings, torch's RNG.
 
     >>> layer = nn.Linear(1, 1); optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)

@@ -1,7 +1,7 @@
-"""Axes along which an update is taken apart: each cuts the tokens of a step into classes, every
+"""Axes along which an update is taken apart: each cuts the tokens of a update into classes, every
 token in exactly one.
 
-Axes as in ``types``; ``facts`` are columns of the step's rows.
+Axes as in ``types``; ``facts`` are columns of the update's rows.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_axes(axes: Sequence[str]) -> None:
 
 
 def token_classes(axes: Sequence[str], facts: Facts) -> dict[str, Classes]:
-    """Axis -> class -> mask of the step's tokens.
+    """Axis -> class -> mask of the update's tokens.
 
     >>> import torch
     >>> nothing = torch.zeros(2, 1)

@@ -36,7 +36,7 @@ def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
     them).
 
     ``no_clip``: cut tokens enter with credit * ratio. ``no_length``: one scale for all tokens, the
-    step's mean. ``no_coupling``: the weight that the loss put on credit is 1 on tokens that were
+    update's mean. ``no_coupling``: the weight that the loss put on credit is 1 on tokens that were
     not cut. A weight that depends on the shared token alone (its own ratio) is the same for all
     rollouts of a node and changes nothing there; what is left is weights of whole rollouts and of
     signs. ``credit``: all three off. ``advantage``: without credit rules too.
@@ -57,7 +57,7 @@ def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
 
 
 def residuals(token_ids_NT: Tensor, rows: Rows, loss: TokenLoss) -> dict[str, float]:
-    """Mean residual over the nodes of an optimizer step that rollouts of both signs share, and what
+    """Mean residual over the nodes of an update that rollouts of both signs share, and what
     each cause adds to it.
 
     ``full`` as trained; ``clip``, ``length``, ``coupling``: full minus the residual with that cause
@@ -66,8 +66,8 @@ def residuals(token_ids_NT: Tensor, rows: Rows, loss: TokenLoss) -> dict[str, fl
     over nodes that a whole group shares. Empty without such nodes.
 
     Args:
-        token_ids_NT: of the step's rows.
-        rows, loss: what the step used and what its loss returned.
+        token_ids_NT: of the update's rows.
+        rows, loss: what the update used and what its loss returned.
     """
     nodes = prefix_nodes(token_ids_NT, rows.mask_NT, rows.group_N)
     by_group = groups(rows.group_N)

@@ -32,7 +32,7 @@ class Chart(NamedTuple):
     Attributes:
         help: one line on how to read it.
         definition: what the number is.
-        draw: ``draw(groups, step)`` gives None where the files hold nothing to draw.
+        draw: ``draw(groups, batch)`` gives None where the files hold nothing to draw.
         is_wide: takes the whole width of the page.
         needs: what to switch on in the recipe where the files hold nothing.
     """
@@ -47,9 +47,9 @@ class Chart(NamedTuple):
     needs: str = ""
 
 
-def draw(chart: Chart, groups: Sequence[Group], step: int | None = None) -> Drawing | None:
-    """A chart of some groups of runs; ``step`` chooses the tokens table (the last one by default)."""
-    return chart.draw(groups, step)
+def draw(chart: Chart, groups: Sequence[Group], batch: int | None = None) -> Drawing | None:
+    """A chart of some groups of runs; ``batch`` chooses the tokens table (the last one by default)."""
+    return chart.draw(groups, batch)
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -93,29 +93,29 @@ CHARTS: tuple[Chart, ...] = (
         "grad_norm",
         "learning",
         "Gradient norm",
-        "Spikes come before collapses; a flat line at the clip norm means that every step is"
+        "Spikes come before collapses; a flat line at the clip norm means that every batch is"
         " clipped.",
-        "L2 norm of the gradient before clipping, mean over the optimizer steps of a batch.",
+        "L2 norm of the gradient before clipping, mean over the updates of a batch.",
         of_metric("loss/grad_norm", zero=True),
     ),
     Chart(
         "pairs_kept",
         "plan",
         "Pairs that meet",
-        "1 means that good and bad answers to one prompt are always in the same optimizer step,"
+        "1 means that good and bad answers to one prompt are always in the same update,"
         " where their shared tokens can cancel.",
-        "Share of same-prompt (positive, negative) pairs of rollouts that one optimizer step holds"
+        "Share of same-prompt (positive, negative) pairs of rollouts that one update holds"
         " together.",
         of_metric("plan/pairs_kept", zero=True),
     ),
     Chart(
         "positive_share",
         "plan",
-        "Positives in a step",
-        "A narrow band means that optimizer steps are balanced alike; a wide one that some see"
+        "Positives in a batch",
+        "A narrow band means that updates are balanced alike; a wide one that some see"
         " mostly failures.",
-        "Share of rollouts with reward above 0.5 in an optimizer step; the band runs from the least"
-        " to the most positive step of a batch.",
+        "Share of rollouts with reward above 0.5 in an update; the band runs from the least"
+        " to the most positive batch of a batch.",
         of_positive_share,
     ),
     Chart(
@@ -165,7 +165,7 @@ CHARTS: tuple[Chart, ...] = (
         "If good and bad answers show like shares, the update does not tell them apart token by"
         " token.",
         "Share of tokens whose log-prob rose, fell, or stayed within the noise floor, by the sign"
-        " of the advantage, at the last ledger step.",
+        " of the advantage, at the last ledger batch.",
         of_signed_bars(tokens.change_shares, "share of tokens"),
     ),
     Chart(
@@ -174,7 +174,7 @@ CHARTS: tuple[Chart, ...] = (
         "Predicted against actual change",
         "Points on the dotted line: the first-order account explains the update, so its parts can"
         " be trusted.",
-        "Predicted: first-order change of the log-prob along the step that the parameters took. r:"
+        "Predicted: first-order change of the log-prob along the batch that the parameters took. r:"
         " Pearson's correlation over all tokens, 95% bootstrap over prompts; points: a sample.",
         of_prediction,
     ),
@@ -216,7 +216,7 @@ CHARTS: tuple[Chart, ...] = (
         "Learning tax",
         "Change where all answers agree is paid for nothing; change at the forks is what learning"
         " is for.",
-        "KL(after || before) of an optimizer step, in nats, mean over tokens by context: all"
+        "KL(after || before) of an update, in nats, mean over tokens by context: all"
         " rollouts, or both signs, take this token; forks: they part here. Band: 95% bootstrap over"
         " prompts.",
         of_ledger(
@@ -233,7 +233,7 @@ CHARTS: tuple[Chart, ...] = (
         "Learning tax so far",
         "The steeper the shared line against the forks, the more of the training went into what no"
         " answer needed changed.",
-        "The same KL summed over the optimizer steps that the ledger accounted for so far;"
+        "The same KL summed over the updates that the ledger accounted for so far;"
         " intervals with several seeds only.",
         of_keys(
             ("ledger/tax/cumulative_shared", "shared by all"),

@@ -1,7 +1,7 @@
 """How each chart of the report is drawn from groups of runs: curves over batches, numbers of one
 batch's tokens, the ledger over time.
 
-A drawing is a function of (groups, step); ``step`` chooses the tokens table, the last one by
+A drawing is a function of (groups, batch); ``batch`` chooses the tokens table, the last one by
 default. None: the files hold nothing to draw."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Draw = Callable[[Sequence[Group], "int | None"], "Drawing | None"]
 def of_metric(key: str, *, zero: bool = False) -> Draw:
     """Curves of one key of metrics.jsonl."""
 
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         found = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
         return figures.curves(found, zero=zero) if found else None
 
@@ -44,7 +44,7 @@ def of_keys(*names: tuple[str, str]) -> Draw:
     With several groups each has a colour, and each key a dash.
     """
 
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         lines = [
             line
             for at, group in enumerate(groups)
@@ -55,13 +55,13 @@ def of_keys(*names: tuple[str, str]) -> Draw:
     return draw
 
 
-def of_evals(groups: Sequence[Group], step: int | None) -> Drawing | None:
+def of_evals(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     found = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
-    return figures.curves(found, markers=True, x="rollout batches trained") if found else None
+    return figures.curves(found, markers=True, x="batches trained") if found else None
 
 
-def of_positive_share(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    """The band from the least to the most positive optimizer step of each batch."""
+def of_positive_share(groups: Sequence[Group], batch: int | None) -> Drawing | None:
+    """The band from the least to the most positive update of each batch."""
     low = [curve(group, "plan/positive_frac_min") for group in groups]
     high = [curve(group, "plan/positive_frac_max") for group in groups]
     found = [
@@ -79,9 +79,9 @@ def of_positive_share(groups: Sequence[Group], step: int | None) -> Drawing | No
 def of_tokens(column: str, x: str) -> Draw:
     """Distribution of a token column by the sign of the advantage."""
 
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         found = []
-        for at, (group, frame) in enumerate(_frames(groups, step)):
+        for at, (group, frame) in enumerate(_frames(groups, batch)):
             if not tokens.has(frame, column, "sign"):
                 continue
             for sign, name in SIGNS.items():
@@ -107,9 +107,9 @@ def of_signed_bars(number_of: Callable[[pd.DataFrame], dict[str, list[Row]]], y:
     hollow.
     """
 
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         found = []
-        for at, (group, frame) in enumerate(_frames(groups, step)):
+        for at, (group, frame) in enumerate(_frames(groups, batch)):
             for name, rows in number_of(frame).items():
                 style = "hollow" if len(groups) > 1 and name == "negative" else "bar"
                 found.append((_signed(group, name, groups), _shade(at, name, groups), style, rows))
@@ -118,12 +118,12 @@ def of_signed_bars(number_of: Callable[[pd.DataFrame], dict[str, list[Row]]], y:
     return draw
 
 
-def of_prediction(groups: Sequence[Group], step: int | None) -> Drawing | None:
+def of_prediction(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
+    for at, (group, frame) in enumerate(_frames(groups, batch)):
         seen = tokens.prediction(frame)
         if seen is not None:
-            label = f"{group.label}, batch {frame.attrs['step']}"
+            label = f"{group.label}, batch {frame.attrs['batch']}"
             text = f"r = {with_interval(*seen.correlation, digits=4)}, {seen.num_tokens:,} tokens"
             xs, ys = seen.sample["predicted"].to_numpy(float), seen.sample["delta"].to_numpy(float)
             found.append((label, figures.colour(at), xs, ys, text))
@@ -134,26 +134,26 @@ def of_prediction(groups: Sequence[Group], step: int | None) -> Drawing | None:
     )
 
 
-def of_cancellation(groups: Sequence[Group], step: int | None) -> Drawing | None:
+def of_cancellation(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     found = []
-    for at, (group, frame) in enumerate(_frames(groups, step)):
+    for at, (group, frame) in enumerate(_frames(groups, batch)):
         rows = [row for row in tokens.cancellation_by_sharing(frame) if row.count]
         if rows:
             found.append((group.label, figures.colour(at), "bar", rows))
     return figures.bars(found, y="mean cancellation") if found else None
 
 
-def of_flips(groups: Sequence[Group], step: int | None) -> Drawing | None:
-    """Flip rate by sign over the steps that have a ledger."""
+def of_flips(groups: Sequence[Group], batch: int | None) -> Drawing | None:
+    """Flip rate by sign over the batches that have a ledger."""
     lines = []
     for at, group in enumerate(groups):
-        for name, (steps, rows) in ledger_series(group, "flips").items():
+        for name, (batches, rows) in ledger_series(group, "flips").items():
             lines.append(
                 Line(
                     _signed(group, name, groups),
                     _shade(at, name, groups),
                     SIGN_DASH[name],
-                    steps,
+                    batches,
                     rows,
                 )
             )
@@ -175,7 +175,7 @@ def of_ledger(name: str, *names: tuple[str, str], also: Sequence[tuple[str, str]
             left out.
     """
 
-    def draw(groups: Sequence[Group], step: int | None) -> Drawing | None:
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         lines = []
         for at, group in enumerate(groups):
             series = ledger_series(group, name)
@@ -193,22 +193,25 @@ def of_ledger(name: str, *names: tuple[str, str], also: Sequence[tuple[str, str]
 
 
 def ledger_series(group: Group, name: str) -> dict[str, tuple[list[int], list[Row]]]:
-    """label -> steps and rows of every step that has a tokens table; over seeds where there are
+    """label -> batches and rows of every batch that has a tokens table; over seeds where there are
     several runs, else over prompts.
     """
-    steps = sorted({step for run in group.runs for step in run.steps("tokens")})
+    batches = sorted({batch for run in group.runs for batch in run.batches("tokens")})
     picked = [
-        steps[k]
+        batches[k]
         for k in sorted(
-            {round(x) for x in np.linspace(0, len(steps) - 1, min(len(steps), MAX_LEDGER_STEPS))}
+            {
+                round(x)
+                for x in np.linspace(0, len(batches) - 1, min(len(batches), MAX_LEDGER_STEPS))
+            }
         )
     ]
     out: dict[str, tuple[list[int], list[Row]]] = {}
-    for step in picked:
+    for batch in picked:
         found = [
-            ledger_rows(run, step).get(name, [])
+            ledger_rows(run, batch).get(name, [])
             for run in group.runs
-            if step in run.steps("tokens")
+            if batch in run.batches("tokens")
         ]
         for label in dict.fromkeys(row.label for rows in found for row in rows):
             same = [
@@ -219,7 +222,7 @@ def ledger_series(group: Group, name: str) -> dict[str, tuple[list[int], list[Ro
             ]
             if same:
                 at, rows = out.setdefault(label, ([], []))
-                at.append(step)
+                at.append(batch)
                 rows.append(same[0] if len(same) == 1 else _over_runs(same))
     return out
 
@@ -237,34 +240,40 @@ def _key_lines(
             ]
             lines.append(
                 _line(
-                    group, at, k + offset, label, [int(step) for step in found.step], rows, is_alone
+                    group,
+                    at,
+                    k + offset,
+                    label,
+                    [int(batch) for batch in found.batch],
+                    rows,
+                    is_alone,
                 )
             )
     return lines
 
 
 def _line(
-    group: Group, at: int, k: int, label: str, steps: list[int], rows: list[Row], is_alone: bool
+    group: Group, at: int, k: int, label: str, batches: list[int], rows: list[Row], is_alone: bool
 ) -> Line:
     """The ``k``-th line of the ``at``-th group."""
     if is_alone:
-        return Line(label, figures.colour(k), "solid", steps, rows)
+        return Line(label, figures.colour(k), "solid", batches, rows)
     return Line(
         f"{group.label}: {label}",
         figures.colour(at),
         figures.DASHES[k % len(figures.DASHES)],
-        steps,
+        batches,
         rows,
     )
 
 
-def _frames(groups: Sequence[Group], step: int | None) -> list[tuple[Group, pd.DataFrame]]:
-    """The tokens of a step, pooled over the runs of each group; prompts of different runs stay
+def _frames(groups: Sequence[Group], batch: int | None) -> list[tuple[Group, pd.DataFrame]]:
+    """The tokens of a batch, pooled over the runs of each group; prompts of different runs stay
     apart.
     """
     out = []
     for group in groups:
-        found = [tokens.tokens_of(run, step) for run in group.runs]
+        found = [tokens.tokens_of(run, batch) for run in group.runs]
         parts = [
             frame.assign(group=_apart(frame, k))
             for k, pair in enumerate(found)
@@ -273,7 +282,7 @@ def _frames(groups: Sequence[Group], step: int | None) -> list[tuple[Group, pd.D
         ]
         if parts:
             pooled = pd.concat(parts, ignore_index=True)
-            pooled.attrs["step"] = next(pair[0] for pair in found if pair is not None)
+            pooled.attrs["batch"] = next(pair[0] for pair in found if pair is not None)
             out.append((group, pooled))
     return out
 
@@ -294,7 +303,7 @@ def _over_runs(rows: list[Row]) -> Row:
 
 
 def _band(low: Curve, high: Curve) -> Curve:
-    return Curve(low.step, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
+    return Curve(low.batch, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
 
 
 def _signed(group: Group, sign: str, groups: Sequence[Group]) -> str:

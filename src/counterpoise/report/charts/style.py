@@ -38,12 +38,12 @@ class Key(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line over steps whose points carry intervals."""
+    """A line over batches whose points carry intervals."""
 
     label: str
     colour: str
     dash: str
-    steps: list[int]
+    batches: list[int]
     rows: list[Row]
 
 
@@ -95,14 +95,14 @@ def curves(
     found: Sequence[tuple[str, Curve]],
     *,
     y: str = "",
-    x: str = "rollout batch",
+    x: str = "batch",
     zero: bool = False,
     markers: bool = False,
 ) -> Drawing:
-    """Lines over steps with bands; a single long run also as its running mean."""
+    """Lines over batches with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
     for at, (_, curve) in enumerate(found):
-        _add_band(figure, curve.step, curve.low, curve.high, colour(at))
+        _add_band(figure, curve.batch, curve.low, curve.high, colour(at))
     for at, (label, curve) in enumerate(found):
         line = {"color": colour(at), "dash": dash(at)}
         if len(curve.runs) > 1 and len(found) == 1:
@@ -120,12 +120,12 @@ def curves(
             else None
         )
         if smooth is not None:
-            _add_line(figure, curve.step, curve.mean, {**line, "width": 0.8}, opacity=0.45)
+            _add_line(figure, curve.batch, curve.mean, {**line, "width": 0.8}, opacity=0.45)
         mode = "lines+markers" if markers or len(curve.mean) == 1 else "lines"
         main = curve.mean if smooth is None else smooth
         _add_line(
             figure,
-            curve.step,
+            curve.batch,
             main,
             {**line, "width": 2},
             name=chart_label(label),
@@ -134,26 +134,26 @@ def curves(
             high=curve.high,
         )
         keys.append(Key(label, colour(at), dash(at), _last(curve)))
-    _pad_x(figure, [curve.step for _, curve in found])
+    _pad_x(figure, [curve.batch for _, curve in found])
     if zero:
         figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
 
-def lines(found: Sequence[Line], *, x: str = "rollout batch", y: str = "") -> Drawing:
+def lines(found: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
     """Lines from 0 whose points carry intervals, with the last value in the legend; bands of many
     lines would hide each other.
     """
     figure = blank(x, y)
     value = [np.array([row.value for row in line.rows], float).T for line in found]
     for line, (_, low, high) in zip(found, value if len(found) <= MAX_BANDS else []):
-        _add_band(figure, np.array(line.steps), low, high, line.colour)
+        _add_band(figure, np.array(line.batches), low, high, line.colour)
     for line, (mean, low, high) in zip(found, value):
         style = {"color": line.colour, "width": 2, "dash": line.dash}
         name = chart_label(line.label)
         _add_line(
             figure,
-            np.array(line.steps),
+            np.array(line.batches),
             mean,
             style,
             name=name,
@@ -163,7 +163,7 @@ def lines(found: Sequence[Line], *, x: str = "rollout batch", y: str = "") -> Dr
         )
     biggest = max(map(size_of, found))
     keys = [Key(line.label, line.colour, line.dash, _last_row(line, biggest)) for line in found]
-    _pad_x(figure, [np.array(line.steps) for line in found])
+    _pad_x(figure, [np.array(line.batches) for line in found])
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
@@ -318,9 +318,9 @@ def _bounds_text(low: np.ndarray, high: np.ndarray) -> list[str]:
     ]
 
 
-def _pad_x(figure: go.Figure, steps: Sequence[np.ndarray]) -> None:
+def _pad_x(figure: go.Figure, batches: Sequence[np.ndarray]) -> None:
     """Room at both ends, so that a first label at 0 does not meet that of the other axis."""
-    low, high = (float(pick([pick(step) for step in steps])) for pick in (min, max))
+    low, high = (float(pick([pick(batch) for batch in batches])) for pick in (min, max))
     pad = max(0.02 * (high - low), 0.15) if high > low else 1
     figure.update_xaxes(
         range=[low - pad, high + pad], dtick=1 if high - low < 8 else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from counterpoise.run.files import append_json, step_file, write_json, write_table
+from counterpoise.run.files import append_json, batch_file, write_json, write_table
 from counterpoise.run.importers.formats import FORMATS, Encode, Imported
 from counterpoise.run.schema import SCHEMA_VERSION
 
@@ -35,7 +35,7 @@ def import_run(
     rewards: Sequence[str] = (),
     categories: Callable[[Sequence[str]], list[str]] | None = None,
 ) -> dict[int, int]:
-    """Read a dump and write a run folder; returns how many rollouts each step has.
+    """Read a dump and write a run folder; returns how many rollouts each batch has.
 
     Args:
         kind: ``prime-rl``, ``nemo-rl``, ``slime`` or ``trl``.
@@ -55,22 +55,22 @@ def import_run(
         raise ValueError(f"import: {str(out)!r} is not empty. Choose another folder with --out.")
     read, pattern = FORMATS[kind]
     decode, encode = _tokenizer(tokenizer) if tokenizer else (None, None)
-    by_step: dict[int, list[Imported]] = defaultdict(list)
+    by_batch: dict[int, list[Imported]] = defaultdict(list)
     for rollout in read(_files(source, pattern), encode, rewards):
         if rollout.columns["token_ids"]:
-            by_step[rollout.step].append(rollout)
-    if not by_step:
+            by_batch[rollout.batch].append(rollout)
+    if not by_batch:
         raise ValueError(f"import: no rollouts with tokens in {str(source)!r}.")
-    for step in sorted(by_step):
-        _write_step(out, step, by_step[step], decode, categories)
+    for batch in sorted(by_batch):
+        _write_batch(out, batch, by_batch[batch], decode, categories)
     write_json(
         out / "manifest.json",
         {"schema_version": SCHEMA_VERSION, "imported_from": kind, "method": {"name": kind}},
     )
-    return {step: len(rows) for step, rows in sorted(by_step.items())}
+    return {batch: len(rows) for batch, rows in sorted(by_batch.items())}
 
 
-def _write_step(out: Path, step: int, rows: list[Imported], decode: Any, categories: Any) -> None:
+def _write_batch(out: Path, batch: int, rows: list[Imported], decode: Any, categories: Any) -> None:
     groups: dict[Any, int] = {}
     group_N = [
         groups.setdefault(
@@ -84,25 +84,25 @@ def _write_step(out: Path, step: int, rows: list[Imported], decode: Any, categor
         for row in rows
     ]
     write_table(
-        step_file(out, "rollouts", step, ".parquet"),
-        _rollout_columns(step, rows, group_N, prompts, texts),
+        batch_file(out, "rollouts", batch, ".parquet"),
+        _rollout_columns(batch, rows, group_N, prompts, texts),
     )
     write_table(
-        step_file(out, "tokens", step, ".parquet"),
-        _token_columns(step, rows, group_N, texts, categories),
+        batch_file(out, "tokens", batch, ".parquet"),
+        _token_columns(batch, rows, group_N, texts, categories),
     )
-    append_json(out / "metrics.jsonl", {"step": step, **_metrics(rows)})
+    append_json(out / "metrics.jsonl", {"batch": batch, **_metrics(rows)})
 
 
 def _rollout_columns(
-    step: int,
+    batch: int,
     rows: list[Imported],
     group_N: list[int],
     prompts: list[str | None],
     texts: list[list[str]] | None,
 ) -> dict[str, Any]:
     return {
-        "step": [step] * len(rows),
+        "batch": [batch] * len(rows),
         "rollout": list(range(len(rows))),
         "group": group_N,
         "prompt_id": [f"prompt-{group}" for group in group_N],
@@ -125,7 +125,7 @@ def _rollout_columns(
 
 
 def _token_columns(
-    step: int,
+    batch: int,
     rows: list[Imported],
     group_N: list[int],
     texts: list[list[str]] | None,
@@ -145,7 +145,7 @@ def _token_columns(
 
     advantage_N = [row.advantage for row in rows]
     out: dict[str, Any] = {
-        "step": spread([step] * len(rows)),
+        "batch": spread([batch] * len(rows)),
         "group": spread(group_N),
         "rollout": spread(range(len(rows))),
         "position": [t for length in length_N for t in range(length)],

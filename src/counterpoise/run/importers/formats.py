@@ -2,7 +2,7 @@
 
 Each reader gives one ``Imported`` a rollout; nothing is unpickled beyond tensors and plain values.
 
-Fields as the trainers write them: prime-rl ``token_exports/step_*/rank_*.jsonl`` (schema_version
+Fields as the trainers write them: prime-rl ``token_exports/batch_*/rank_*.jsonl`` (schema_version
 1), NeMo-RL ``train_data_step*.jsonl``, slime
 ``--save-debug-train-data`` (.pt), TRL ``completions/completions_*.parquet``
 (``log_completions=True``)."""
@@ -29,7 +29,7 @@ class Imported(NamedTuple):
     ``columns``: lists named as in ``counterpoise.run.schema``, one value a token.
     """
 
-    step: int
+    batch: int
     prompt: str | None
     prompt_ids: list[int]
     text: str | None
@@ -64,9 +64,9 @@ def prime_rl(
         if _known(row.get("is_masked")):
             columns["is_clipped"] = _part(where, row, "is_masked", start, size)
         reward = next((r for r in (row.get("rewards") or [])[start:] if r is not None), None)
-        step = row.get("export_step", row.get("step"))
+        batch = row.get("export_step", row.get("batch"))
         yield Imported(
-            _whole(where, "step", step),
+            _whole(where, "batch", batch),
             None,
             row["token_ids"][:start],
             None,
@@ -104,8 +104,8 @@ def nemo_rl(
         advantage = (
             _shared_value(columns) if "advantages" in columns else _scalar(row.get("advantages"))
         )
-        step = re.search(r"step(\d+)", Path(where.partition(":")[0]).name)
-        number = int(step[1]) if step else 0
+        batch = re.search(r"step(\d+)", Path(where.partition(":")[0]).name)
+        number = int(batch[1]) if batch else 0
         yield Imported(
             number,
             None,
@@ -127,7 +127,7 @@ def slime(
         data = _torch_file(file)
         rows = data.get("rollout_data", data)
         _need(str(file), rows, ("tokens", "response_lengths"))
-        step, total = int(data.get("rollout_id", 0)), len(rows["tokens"])
+        batch, total = int(data.get("rollout_id", 0)), len(rows["tokens"])
         raw = _of_rank(rows, "raw_reward", total)
         for at in range(total):
             ids, size = _plain(rows["tokens"][at]), int(rows["response_lengths"][at])
@@ -156,7 +156,7 @@ def slime(
             )
             stop = ("length" if rows["truncated"][at] else "stop") if "truncated" in rows else None
             yield Imported(
-                step, None, ids[: len(ids) - size], None, reward, advantage, columns, stop
+                batch, None, ids[: len(ids) - size], None, reward, advantage, columns, stop
             )
 
 
@@ -188,7 +188,7 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
             )  # TRL gives it to every token
             found = [row[name] for name in names if row[name] is not None]
             yield Imported(
-                int(row.get("step") or 0),
+                int(row.get("batch") or 0),
                 _message_text(row["prompt"]),
                 [],
                 text,
@@ -334,7 +334,7 @@ def _reward_columns(table: Any) -> list[str]:
     return [
         f.name
         for f in table.schema
-        if f.name not in ("step", "advantage")
+        if f.name not in ("batch", "advantage")
         and (pa.types.is_floating(f.type) or pa.types.is_integer(f.type))
     ]
 

@@ -7,7 +7,7 @@ export const LABELS = {
   predicted: "predicted change", own: "predicted: own part", coupling: "predicted: coupling", cancellation: "cancellation",
   entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", importance_ratio: "importance ratio",
   inference_logprobs: "log-prob, sampler", trainer_logprobs: "log-prob before", trainer_logprobs_after: "log-prob after", token_ids: "token id",
-  is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", optimizer_step: "optimizer step",
+  is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
   node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
   is_fork: "fork of good and bad", kl: "KL after || before",
 };

@@ -5,7 +5,7 @@ import { compact, element, number, signed, visible } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
-  ["Credit", ["reward", "advantage", "sign", "weights", "advantages", "coef", "scale", "is_clipped", "loss_mask", "optimizer_step"]],
+  ["Credit", ["reward", "advantage", "sign", "weights", "advantages", "coef", "scale", "is_clipped", "loss_mask", "update"]],
   ["Policy", ["confidence", "entropy", "inference_logprobs", "trainer_logprobs", "trainer_logprobs_after", "importance_ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_ids", "position"]],
@@ -54,7 +54,7 @@ function movers(numbers) {
 function sumOf(numbers) {
   const axes = new Set(Object.keys(numbers).flatMap((name) => /^part_([^_]+)_/.exec(name)?.slice(1) ?? []));
   const sums = ["own" in numbers ? "own part + coupling" : "", ...[...axes].map((axis) => `the parts by ${axis} added up`)].filter(Boolean);
-  return sums.length ? `predicted = ${sums.join(" = ")}` : "Change of the log-prob by the optimizer step.";
+  return sums.length ? `predicted = ${sums.join(" = ")}` : "Change of the log-prob by the update.";
 }
 
 function bars(rows) {

@@ -16,10 +16,10 @@ function fromServer() {
   const json = async (path) => (await get(path)).json();
   return {
     run: () => json("api/run"),
-    step: (step) => json(`api/steps/${step}`),
-    token: (step, group, at) => json(`api/steps/${step}/prompts/${group}/tokens/${at}`),
-    column: async (step, group, name) => {
-      const answer = await get(`api/steps/${step}/prompts/${group}/columns/${encodeURIComponent(name)}`);
+    batch: (batch) => json(`api/batches/${batch}`),
+    token: (batch, group, at) => json(`api/batches/${batch}/prompts/${group}/tokens/${at}`),
+    column: async (batch, group, name) => {
+      const answer = await get(`api/batches/${batch}/prompts/${group}/columns/${encodeURIComponent(name)}`);
       return new ARRAYS[answer.headers.get("X-Dtype")](await answer.arrayBuffer());
     },
   };
@@ -27,30 +27,30 @@ function fromServer() {
 
 function fromPage(data) {
   const unpacked = new Map();
-  const column = async (step, group, name) => {
-    const key = `${step}/${group}/${name}`;
+  const column = async (batch, group, name) => {
+    const key = `${batch}/${group}/${name}`;
     if (!unpacked.has(key)) {
-      const packed = data.steps[step]?.columns[group]?.[name];
-      if (!packed) throw new Error(`this page has no column ${name} of step ${step}, prompt ${group}`);
+      const packed = data.batches[batch]?.columns[group]?.[name];
+      if (!packed) throw new Error(`this page has no column ${name} of batch ${batch}, prompt ${group}`);
       const bytes = Uint8Array.from(atob(packed[1]), (char) => char.charCodeAt(0));
       const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
       unpacked.set(key, new ARRAYS[packed[0]](await new Response(stream).arrayBuffer()));
     }
     return unpacked.get(key);
   };
-  const stepOf = (step) => {
-    if (!data.steps[step]) throw new Error(`this page has no step ${step}; it has ${Object.keys(data.steps).join(", ")}`);
-    return data.steps[step];
+  const batchOf = (batch) => {
+    if (!data.batches[batch]) throw new Error(`this page has no batch ${batch}; it has ${Object.keys(data.batches).join(", ")}`);
+    return data.batches[batch];
   };
   return {
     run: async () => data.run,
-    step: async (step) => stepOf(step).info,
+    batch: async (batch) => batchOf(batch).info,
     column,
-    token: async (step, group, at) => {
-      const { info, words, flags } = stepOf(step);
-      const out = { text: info.texts[(await column(step, group, "text"))[at]] };
+    token: async (batch, group, at) => {
+      const { info, words, flags } = batchOf(batch);
+      const out = { text: info.texts[(await column(batch, group, "text"))[at]] };
       for (const { name } of info.columns) {
-        const value = (await column(step, group, name))[at];
+        const value = (await column(batch, group, name))[at];
         out[name] = words[name] ? words[name][value] ?? null : Number.isNaN(value) ? null : flags.includes(name) ? value === 1 : value;
       }
       return out;

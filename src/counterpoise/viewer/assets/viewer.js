@@ -9,9 +9,9 @@ import { cells, element, number, visible, visibleLines } from "./text.js";
 
 const byId = (id) => document.getElementById(id);
 const source = makeSource();
-const chosen = { step: null, prompt: null, colour: "advantages", layout: "text", flips: false, filter: "all" };
+const chosen = { batch: null, prompt: null, colour: "advantages", layout: "text", flips: false, filter: "all" };
 let run = null; // what the run is
-let batch = null; // the step: prompts, columns, texts
+let loaded = null; // the batch: prompts, columns, texts
 let group = null; // the prompt: rows and columns of tokens
 let paint = () => "";
 let focus = -1; // token with the keyboard
@@ -41,47 +41,47 @@ async function start() {
   byId("run-name").textContent = visible(run.name);
   byId("run-about").textContent = visible([run.method, run.task, run.seed === null ? "" : `seed ${run.seed}`].filter(Boolean).join(" · "));
   document.title = `${visible(run.name)} · counterpoise view`;
-  byId("step").replaceChildren(...run.steps.map(({ step, has_tokens }) => option(step, has_tokens ? `${step}` : `${step} (no ledger)`)));
+  byId("batch").replaceChildren(...run.batches.map(({ batch, has_tokens }) => option(batch, has_tokens ? `${batch}` : `${batch} (no ledger)`)));
   readAddress();
-  if (!run.steps.length) return tell(["This run has no rollouts and no tokens to show.", ...run.problems]);
-  if (!run.steps.some(({ step }) => step === chosen.step)) chosen.step = (run.steps.findLast((s) => s.has_tokens) ?? run.steps.at(-1)).step;
-  await showStep(chosen.step, true);
+  if (!run.batches.length) return tell(["This run has no rollouts and no tokens to show.", ...run.problems]);
+  if (!run.batches.some(({ batch }) => batch === chosen.batch)) chosen.batch = (run.batches.findLast((s) => s.has_tokens) ?? run.batches.at(-1)).batch;
+  await showBatch(chosen.batch, true);
 }
 
-async function showStep(step, keep = false) {
+async function showBatch(batch, keep = false) {
   const turn = (loading += 1);
-  const found = await source.step(step);
+  const found = await source.batch(batch);
   if (turn !== loading) return;
-  chosen.step = step;
-  batch = found;
-  batch.display = batch.texts.map(visible);
-  batch.width = Int32Array.from(batch.display, cells);
-  batch.isBreak = batch.texts.map((text) => text.includes("\n"));
-  byId("step").value = step;
-  const options = colourable(batch.columns);
+  chosen.batch = batch;
+  loaded = found;
+  loaded.display = loaded.texts.map(visible);
+  loaded.width = Int32Array.from(loaded.display, cells);
+  loaded.isBreak = loaded.texts.map((text) => text.includes("\n"));
+  byId("batch").value = batch;
+  const options = colourable(loaded.columns);
   byId("colour").replaceChildren(...options.map((c) => option(c.name, label(c.name))));
   if (!options.some((c) => c.name === chosen.colour)) chosen.colour = options[0]?.name ?? "";
   byId("colour").value = chosen.colour;
-  tell(batch.problems);
+  tell(loaded.problems);
   const groups = shownGroups();
-  const wanted = keep && batch.groups.some((g) => g.group === chosen.prompt) ? chosen.prompt : (groups[0] ?? batch.groups[0])?.group;
+  const wanted = keep && loaded.groups.some((g) => g.group === chosen.prompt) ? chosen.prompt : (groups[0] ?? loaded.groups[0])?.group;
   await showPrompt(wanted, keep ? chosen.token : null);
 }
 
 async function showPrompt(prompt, token = null) {
   if (prompt === undefined) return;
   const turn = (loading += 1);
-  const about = batch.groups.find((g) => g.group === prompt);
-  const wanted = (name) => (batch.columns.some((c) => c.name === name) ? source.column(chosen.step, prompt, name) : null);
+  const about = loaded.groups.find((g) => g.group === prompt);
+  const wanted = (name) => (loaded.columns.some((c) => c.name === name) ? source.column(chosen.batch, prompt, name) : null);
   const [code, flip, up, down, values] = await Promise.all([
-    source.column(chosen.step, prompt, "text"), wanted("is_flip"),
-    source.column(chosen.step, prompt, "node_positive"), source.column(chosen.step, prompt, "node_negative"), wanted(chosen.colour),
+    source.column(chosen.batch, prompt, "text"), wanted("is_flip"),
+    source.column(chosen.batch, prompt, "node_positive"), source.column(chosen.batch, prompt, "node_negative"), wanted(chosen.colour),
   ]);
   if (turn !== loading) return;
   chosen.prompt = prompt;
   let end = 0;
   const rows = about.rollouts.map((r) => ({ ...r, stop: visible(r.stop_reason), start: end, end: (end += r.length) }));
-  group = { about, rows, code, flip, up, down, display: batch.display, width: batch.width, isBreak: batch.isBreak, columns: new Map([[chosen.colour, values]]) };
+  group = { about, rows, code, flip, up, down, display: loaded.display, width: loaded.width, isBreak: loaded.isBreak, columns: new Map([[chosen.colour, values]]) };
   focus = marked = -1;
   setPaint(values);
   drawQuestion(about);
@@ -106,7 +106,7 @@ async function showColour(name) {
 }
 
 function setPaint(values) {
-  const scale = batch.columns.find((c) => c.name === chosen.colour);
+  const scale = loaded.columns.find((c) => c.name === chosen.colour);
   paint = painter(scale, values);
   drawLegend(byId("legend"), scale, run.descriptions[chosen.colour]);
 }
@@ -134,12 +134,12 @@ function drawQuestion(about) {
 }
 
 function shownGroups() {
-  return batch.groups.filter((g) => isShown(g, chosen.filter));
+  return loaded.groups.filter((g) => isShown(g, chosen.filter));
 }
 
 function drawList() {
   const groups = shownGroups();
-  byId("prompt-count").textContent = `${groups.length} of ${batch.groups.length}`;
+  byId("prompt-count").textContent = `${groups.length} of ${loaded.groups.length}`;
   drawPrompts(byId("prompt-list"), groups, chosen.prompt, (prompt) => guard(showPrompt(prompt)));
 }
 
@@ -151,7 +151,7 @@ function tell(problems) {
 // ---- tokens
 
 async function columnOf(name) {
-  if (!group.columns.has(name)) group.columns.set(name, await source.column(chosen.step, chosen.prompt, name));
+  if (!group.columns.has(name)) group.columns.set(name, await source.column(chosen.batch, chosen.prompt, name));
   return group.columns.get(name);
 }
 
@@ -167,7 +167,7 @@ function tokenAt({ rollout, position }) {
 async function inspect(i, twins = null) {
   const turn = (asked += 1);
   const from = group;
-  const numbers = await source.token(chosen.step, chosen.prompt, i);
+  const numbers = await source.token(chosen.batch, chosen.prompt, i);
   const equals = twins ?? (i === marked ? await twinsOf(i) : null);
   if (turn === asked && from === group) drawToken(byId("inspector"), numbers, rowOf(i), run.descriptions, equals, (at) => moveTo(at));
 }
@@ -189,7 +189,7 @@ function pick(i) {
 }
 
 async function twinsOf(i) {
-  const names = ["advantages", "delta", "own", "coupling"].filter((name) => batch.columns.some((c) => c.name === name));
+  const names = ["advantages", "delta", "own", "coupling"].filter((name) => loaded.columns.some((c) => c.name === name));
   const columns = await Promise.all(names.map(columnOf));
   const rank = columns[names.includes("coupling") ? names.indexOf("coupling") : names.indexOf("delta")] ?? columns[0];
   const rows = [];
@@ -217,9 +217,9 @@ function nextFlip(direction) {
 
 // ---- moving about
 
-function stepBy(direction) {
-  const at = run.steps.findIndex(({ step }) => step === chosen.step) + direction;
-  if (run.steps[at]) guard(showStep(run.steps[at].step));
+function batchBy(direction) {
+  const at = run.batches.findIndex(({ batch }) => batch === chosen.batch) + direction;
+  if (run.batches[at]) guard(showBatch(run.batches[at].batch));
 }
 
 function promptBy(direction) {
@@ -230,7 +230,7 @@ function promptBy(direction) {
 }
 
 function colourBy(direction) {
-  const names = colourable(batch.columns).map((c) => c.name);
+  const names = colourable(loaded.columns).map((c) => c.name);
   if (names.length) guard(showColour(names[(names.indexOf(chosen.colour) + direction + names.length) % names.length]));
 }
 
@@ -243,7 +243,7 @@ const KEYS = {
   Escape: () => { marked = focus = -1; pane.repaint(); drawEmpty(byId("inspector")); writeAddress(); },
   f: () => nextFlip(1), F: () => nextFlip(-1),
   j: () => promptBy(1), k: () => promptBy(-1),
-  "]": () => stepBy(1), "[": () => stepBy(-1),
+  "]": () => batchBy(1), "[": () => batchBy(-1),
   c: () => colourBy(1), C: () => colourBy(-1),
   a: () => guard(showLayout(chosen.layout === "text" ? "aligned" : "text")),
   x: () => showFlips(!chosen.flips),
@@ -264,7 +264,7 @@ addEventListener("keydown", (event) => {
 // ---- the address
 
 function writeAddress() {
-  const out = new URLSearchParams({ step: chosen.step, prompt: chosen.prompt, colour: chosen.colour, layout: chosen.layout });
+  const out = new URLSearchParams({ batch: chosen.batch, prompt: chosen.prompt, colour: chosen.colour, layout: chosen.layout });
   if (chosen.flips) out.set("flips", "1");
   if (chosen.filter !== "all") out.set("filter", chosen.filter);
   const at = marked >= 0 ? marked : focus;
@@ -280,7 +280,7 @@ function writeAddress() {
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   const whole = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
-  chosen.step = whole("step") ?? chosen.step;
+  chosen.batch = whole("batch") ?? chosen.batch;
   chosen.prompt = whole("prompt") ?? chosen.prompt;
   chosen.colour = given.get("colour") ?? chosen.colour;
   chosen.layout = given.get("layout") === "aligned" ? "aligned" : "text";
@@ -308,15 +308,15 @@ const setTheme = (name) => { document.documentElement.dataset.theme = name; };
 setTheme(system.matches ? "dark" : "light");
 system.addEventListener("change", () => setTheme(system.matches ? "dark" : "light"));
 byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-byId("step").addEventListener("change", (event) => guard(showStep(Number(event.target.value))));
-byId("step-back").addEventListener("click", () => stepBy(-1));
-byId("step-next").addEventListener("click", () => stepBy(1));
+byId("batch").addEventListener("change", (event) => guard(showBatch(Number(event.target.value))));
+byId("batch-back").addEventListener("click", () => batchBy(-1));
+byId("batch-next").addEventListener("click", () => batchBy(1));
 byId("colour").addEventListener("change", (event) => guard(showColour(event.target.value)));
 byId("layout-text").addEventListener("click", () => guard(showLayout("text")));
 byId("layout-aligned").addEventListener("click", () => guard(showLayout("aligned")));
 byId("flips").addEventListener("change", (event) => showFlips(event.target.checked));
 byId("prompt-filter").addEventListener("change", (event) => { chosen.filter = event.target.value; drawList(); writeAddress(); });
 byId("help-open").addEventListener("click", () => byId("help").showModal());
-addEventListener("hashchange", () => { readAddress(); guard(showStep(chosen.step, true)); });
+addEventListener("hashchange", () => { readAddress(); guard(showBatch(chosen.batch, true)); });
 drawEmpty(byId("inspector"));
 guard(start());
