@@ -39,7 +39,7 @@ from torch import Tensor
 from counterpoise import TokenBatch
 from counterpoise.advantages import group_zscore
 from counterpoise.credit import RULES, negative_token_filter, top_entropy
-from counterpoise.maths.reduce import LOCAL, seeded
+from counterpoise.maths.reduce import LOCAL, seeded_generator
 from counterpoise.stage import base, bound, call, needs_of, parameters
 
 GROUP_SIZE, TOPK = 8, 20
@@ -176,7 +176,7 @@ def softmax_seconds(vocab: int, num_tokens: int, clock: Clock) -> float:
 def timing(case: Case, batch: TokenBatch, clock: Clock) -> Timing:
     rule = RULES[case.name](**case.params)
     credit_NT = group_zscore(batch.reward_N, batch.group_N)[:, None] * batch.mask_NT
-    offers = {"reduce": LOCAL, "generator": seeded(0, 0, "bench")}
+    offers = {"reduce": LOCAL, "generator": seeded_generator(0, 0, "bench")}
     after_NT, peak = with_peak(lambda: call(rule, credit_NT, batch, **offers))
     rule_s, done = clock.median(lambda: call(rule, credit_NT, batch, **offers))
     report, report_s = getattr(base(rule), "report", None), None
@@ -206,7 +206,7 @@ def resident(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
-def measured(case: Case, batch: TokenBatch, softmax_s: float, clock: Clock) -> dict[str, Any]:
+def measure_case(case: Case, batch: TokenBatch, softmax_s: float, clock: Clock) -> dict[str, Any]:
     """All numbers of one case; ratios are for the whole batch."""
     num_tokens = int(batch.mask_NT.sum())
     part = batch if case.tokens is None else cut(batch, case.tokens)
@@ -268,7 +268,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     from counterpoise.policy import load_model
     from counterpoise.sampling import SAMPLED
     from counterpoise.tasks import task as make_task
-    from counterpoise.trainer.collect import collect, measured
+    from counterpoise.trainer.collect import collect
     from counterpoise.trainer.config import parse_config
     from counterpoise.trainer.update import adamw, apply_update
 
@@ -326,7 +326,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
         taken = asking.needs & SAMPLED
         if taken not in columns_s:
             columns_s[taken] = max(sampling(asking) - sample_s, 0.0)
-        batch = measured(policy, asking, config, collected, reference=policy.model).batch
+        batch = measure_case(policy, asking, config, collected, reference=policy.model).batch
         rule_s = timing(case, batch, clock).rule_s
         rows.append(
             {
@@ -408,7 +408,7 @@ def main() -> None:
     batch = example(args.rollouts, args.tokens, args.hidden, args.vocab, needs)
     rows = []
     for case in chosen:
-        rows.append(measured(case, batch, softmax_s, clock))
+        rows.append(measure_case(case, batch, softmax_s, clock))
         print(line(rows[-1], num_tokens), flush=True)
     if args.json:
         header = {

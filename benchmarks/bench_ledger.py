@@ -40,7 +40,7 @@ from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.ledger.recorder import observe
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import collect, measured
+from counterpoise.trainer.collect import collect, measure_columns
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy
 from counterpoise.trainer.update import adamw, apply_update
@@ -104,7 +104,7 @@ class Bench(NamedTuple):
         self, config: Config, method: Any, task: Any, optimizer: torch.optim.Optimizer, folder: Path
     ) -> Cost:
         start = self.clock()
-        collected = measured(
+        collected = measure_columns(
             self.policy, method, config, collect(self.policy, task, method, config, 0, 0), None
         )
         credit = method.assign(collected.batch)

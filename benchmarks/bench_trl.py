@@ -200,7 +200,7 @@ def trainer(settings: dict[str, Any] | None, updates: int, generations: int, tur
     return made
 
 
-def measured(
+def measure_cases(
     cases: dict[str, dict[str, Any] | None], updates: int, generations: int
 ) -> dict[str, Turn]:
     """Times of every trainer's turns; the first generation is a warm-up."""
@@ -265,7 +265,9 @@ def main() -> None:
     for updates in args.updates:
         names = args.methods or ([*METHODS, *VARIANTS] if updates > 1 else READERS)
         cases = {"trl": None, **{name: VARIANTS.get(name, {"method": name}) for name in names}}
-        found = results[f"updates_{updates}"] = summary(measured(cases, updates, args.generations))
+        found = results[f"updates_{updates}"] = summary(
+            measure_cases(cases, updates, args.generations)
+        )
         print(
             f"{updates} updates a generation: plain TRL {found['trl_step_s']:.2f} s of processor"
             " time a generation"

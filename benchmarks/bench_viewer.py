@@ -51,7 +51,7 @@ def main() -> None:
         ("1 prompt x 512 rollouts x 1,000 tokens", 1),
     ):
         with tempfile.TemporaryDirectory() as folder:
-            results["cases"][name] = measured(make_wide_step(Path(folder), groups=groups))
+            results["cases"][name] = measure_page(make_wide_step(Path(folder), groups=groups))
         print(name)
         for phase, found in results["cases"][name].items():
             print(
@@ -79,7 +79,7 @@ def browser_version() -> str:
     ).stdout.strip()
 
 
-def measured(run_dir: Path) -> dict[str, dict[str, float]]:
+def measure_page(run_dir: Path) -> dict[str, dict[str, float]]:
     """Longest task of each phase."""
     bound = free_socket()
     port = bound.getsockname()[1]

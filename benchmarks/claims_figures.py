@@ -14,12 +14,12 @@ from pathlib import Path
 from pictures import write_pngs
 
 from counterpoise.probes import PROBES
-from counterpoise.probes.output import dressed
+from counterpoise.probes.output import dress
 
 
 def main(results: Path, prefix: Path) -> None:
     figures = {
-        prefix.with_name(f"{prefix.name}_{name}.png"): dressed(
+        prefix.with_name(f"{prefix.name}_{name}.png"): dress(
             importlib.import_module(PROBES[name].module).figure(
                 json.loads(summary.read_text())["numbers"]
             )

@@ -62,13 +62,13 @@ def tune(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """
     if len(args.rates) == 1:
         return {method: {args.rates[0]: math.nan} for method in args.methods}
-    found = tried(args, [(method, rate) for method in args.methods for rate in args.rates])
+    found = try_rates(args, [(method, rate) for method in args.methods for rate in args.rates])
     found = {
         method: accuracy for method, accuracy in found.items() if len(accuracy) == len(args.rates)
     }
     lowest = min(args.rates, key=float)
     edge = [method for method, accuracy in found.items() if args.lower and best(accuracy) == lowest]
-    lower = tried(args, [(method, args.lower) for method in edge])
+    lower = try_rates(args, [(method, args.lower) for method in edge])
     return {
         method: lower.get(method, {}) | accuracy
         for method, accuracy in found.items()
@@ -76,7 +76,9 @@ def tune(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     }
 
 
-def tried(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> dict[str, dict[str, float]]:
+def try_rates(
+    args: argparse.Namespace, pairs: list[tuple[str, str]]
+) -> dict[str, dict[str, float]]:
     cases = {
         (method, rate): Case(
             f"tune-{method}-{rate}",

@@ -34,7 +34,7 @@ def chart_label(text: object) -> str:
     return html.escape(visible(text), quote=False)
 
 
-def shortened(text: object, length: int) -> str:
+def shorten(text: object, length: int) -> str:
     """The first ``length`` characters, with an ellipsis where something was left out.
 
     >>> shortened("abcdef", 4)

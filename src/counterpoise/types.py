@@ -164,6 +164,21 @@ class TokenBatch:
         )
 
 
+class RolloutBatch(NamedTuple):
+    """A batch with everything that is known of it.
+
+    ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group.
+    """
+
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+    texts: list[str]
+    stop_reason: list[str]
+    batch: TokenBatch
+    num_grader_failures: int
+    grader_messages: list[str]
+
+
 class Credit(NamedTuple):
     """What a method gives to a batch.
 

@@ -12,7 +12,7 @@ import torch
 import counterpoise as cp
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import FAMILIES
-from counterpoise.maths.reduce import groups, seeded
+from counterpoise.maths.reduce import groups, seeded_generator
 from counterpoise.plans import shard
 from counterpoise.stage import base, build, call, describe, needs_of
 from helpers import conformance_table as table
@@ -112,7 +112,7 @@ def made(axis: str, name: str):
 
 
 def run_rule(name: str, batch: cp.TokenBatch) -> torch.Tensor:
-    return call(made("credit", name), start(batch), batch, generator=seeded(0, 0, "test"))
+    return call(made("credit", name), start(batch), batch, generator=seeded_generator(0, 0, "test"))
 
 
 PERMUTATION = torch.randperm(16, generator=torch.Generator().manual_seed(3))

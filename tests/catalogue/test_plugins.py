@@ -67,7 +67,7 @@ def test_a_broken_plugin_is_named_and_the_rest_works(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
-        "[counterpoise.catalogue.method]\nbroken = no_such_module:register\n"
+        "[counterpoise.methods]\nbroken = no_such_module:register\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = "import counterpoise as cp; print(cp.method('grpo').name)"

@@ -17,7 +17,7 @@ from counterpoise.credit.entropy import pooled_quantile
 from counterpoise.credit.overlap import conflict_tokens
 from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.kl import KL_ESTIMATORS, kl_estimator
-from counterpoise.maths.reduce import LOCAL, seeded
+from counterpoise.maths.reduce import LOCAL, seeded_generator
 from counterpoise.maths.trie import pair_index, prefix_nodes
 from counterpoise.stage import base, bound, call
 from counterpoise.types import TokenBatch
@@ -324,7 +324,7 @@ def test_covariance_draws_its_share_from_the_band():
     counts = torch.zeros(60)
     for seed in range(300):
         found_NT = rules.covariance(
-            credit_NT, batch, fraction=0.1, generator=seeded(seed, 0, "draw")
+            credit_NT, batch, fraction=0.1, generator=seeded_generator(seed, 0, "draw")
         )
         dropped_N = (found_NT == 0).flatten()
         assert int(dropped_N.sum()) == 6  # floor(0.1 * 60)
@@ -333,7 +333,7 @@ def test_covariance_draws_its_share_from_the_band():
     assert counts.min() > 30 - 5 * 5.2
     assert counts.max() < 30 + 5 * 5.2
     again = [
-        rules.covariance(credit_NT, batch, fraction=0.1, generator=seeded(1, 2, "draw"))
+        rules.covariance(credit_NT, batch, fraction=0.1, generator=seeded_generator(1, 2, "draw"))
         for _ in range(2)
     ]
     assert torch.equal(*again)
@@ -349,8 +349,8 @@ def test_covariance_drops_at_least_one_and_none_outside_the_band():
 
 @pytest.mark.parametrize("level", [0.0, 0.3, 0.8, 1.0])
 def test_pooled_quantile_equals_torch(level):
-    value_NT = torch.rand(7, 11, dtype=torch.float64, generator=seeded(0, 0, "q"))
-    mask_NT = torch.rand(7, 11, generator=seeded(0, 1, "q")) < 0.7
+    value_NT = torch.rand(7, 11, dtype=torch.float64, generator=seeded_generator(0, 0, "q"))
+    mask_NT = torch.rand(7, 11, generator=seeded_generator(0, 1, "q")) < 0.7
     torch.testing.assert_close(
         pooled_quantile(value_NT, mask_NT, level),
         torch.quantile(value_NT[mask_NT], level),
@@ -377,8 +377,10 @@ def test_top_entropy_selects_the_tokens_of_trl(fraction):
         accelerator = Alone()
 
     for seed in range(5):
-        entropy_NT = 3 * torch.rand(6, 40, generator=seeded(seed, 0, "entropy"))
-        mask_NT = torch.arange(40) < torch.randint(1, 41, (6, 1), generator=seeded(seed, 0, "mask"))
+        entropy_NT = 3 * torch.rand(6, 40, generator=seeded_generator(seed, 0, "entropy"))
+        mask_NT = torch.arange(40) < torch.randint(
+            1, 41, (6, 1), generator=seeded_generator(seed, 0, "mask")
+        )
         ones_NT = torch.ones(6, 40)
         batch = TokenBatch(
             ones_NT.long(),

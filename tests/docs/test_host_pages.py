@@ -206,7 +206,7 @@ def test_nemo_rl(module):
     )  # a rollout that was masked out
     width = 12
 
-    def padded(column):
+    def pad_prompts(column):
         joined = [sum((list(message[column]) for message in row), []) for row in rows]
         return torch.tensor([row + [0] * (width - len(row)) for row in joined])
 
@@ -221,9 +221,9 @@ def test_nemo_rl(module):
     got = estimator.compute_advantage(
         prompt_ids=prompt_ids,
         rewards=rewards,
-        mask=padded(1).float(),
+        mask=pad_prompts(1).float(),
         repeated_batch={"message_log": logs},
-        logprobs_policy=padded(2),
+        logprobs_policy=pad_prompts(2),
         logprobs_reference=None,
     )
     assert got.shape == (7, width)

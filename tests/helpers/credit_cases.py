@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from counterpoise.maths.reduce import LOCAL, seeded
+from counterpoise.maths.reduce import LOCAL, seeded_generator
 from counterpoise.stage import base, bound, call
 from counterpoise.types import TokenBatch
 from helpers.strategies import ragged_batches
@@ -42,7 +42,7 @@ def as_lists(value_NT, batch):
     return [row[:n] for row, n in zip(value_NT.tolist(), batch.length_N.tolist())]
 
 
-def padded(rows, width):
+def pad_prompts(rows, width):
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
@@ -53,7 +53,7 @@ def equal(actual, expected, name="", tolerance=1e-12):
 
 
 def close(actual_NT, rows, name=""):
-    equal(actual_NT, padded(rows, actual_NT.shape[1]), name)
+    equal(actual_NT, pad_prompts(rows, actual_NT.shape[1]), name)
 
 
 def name_of(rule):
@@ -77,4 +77,4 @@ def spread(advantages, batch):
 
 
 def run(rule, credit_NT, batch, reduce=LOCAL):
-    return call(rule, credit_NT, batch, reduce=reduce, generator=seeded(0, 0, "test"))
+    return call(rule, credit_NT, batch, reduce=reduce, generator=seeded_generator(0, 0, "test"))

@@ -151,8 +151,8 @@ def make_wide_step(
             "sign": sign,
             "reward": (sign > 0).astype(np.float64),
             "advantage": sign.astype(np.float32),
-            "weights": rng.uniform(0.8, 1.2, n).astype(np.float32),
-            "advantages": (sign * rng.uniform(0.8, 1.2, n)).astype(np.float32),
+            "weight": rng.uniform(0.8, 1.2, n).astype(np.float32),
+            "credit": (sign * rng.uniform(0.8, 1.2, n)).astype(np.float32),
             "delta": (own + coupling).astype(np.float32),
             "predicted": (own + coupling).astype(np.float32),
             "own": own.astype(np.float32),
@@ -296,7 +296,7 @@ def _rollout(
         "reward": float(total == truth),
         "logp": logp_T,
         "entropy": -logp_T * rng.uniform(0.5, 1.5, len(texts)),
-        "weights": rng.uniform(0.8, 1.2, len(texts)),
+        "weight": rng.uniform(0.8, 1.2, len(texts)),
         "stop_reason": " ".join(HOSTILE) if hostile else "stop",
     }
 
@@ -330,9 +330,9 @@ def _rollout_columns(batch: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "prompt_ids": [[ord(c) % 50021 for c in row["prompt"]] for row in rows],
         "token_ids": [[_token_id(t) for t in row["texts"]] for row in rows],
         "loss_mask": [[True] * len(row["texts"]) for row in rows],
-        "advantages": [(row["advantage"] * row["weights"]).tolist() for row in rows],
-        "weights": [row["weights"].tolist() for row in rows],
-        "inference_logprobs": [row["logp"].tolist() for row in rows],
+        "credit": [(row["advantage"] * row["weight"]).tolist() for row in rows],
+        "weight": [row["weight"].tolist() for row in rows],
+        "sampler_logp": [row["logp"].tolist() for row in rows],
         "entropy": [row["entropy"].tolist() for row in rows],
     }
 
@@ -394,12 +394,12 @@ def _tokens(
     for row in rows:
         for t, text in enumerate(row["texts"]):
             push[row["group"], text] += (
-                row["advantage"] * row["weights"][t] * (1 - math.exp(row["logp"][t]))
+                row["advantage"] * row["weight"][t] * (1 - math.exp(row["logp"][t]))
             )
     for row in rows:
         sign = int(np.sign(row["advantage"]))
         for t, text in enumerate(row["texts"]):
-            p, credit = math.exp(row["logp"][t]), row["advantage"] * row["weights"][t]
+            p, credit = math.exp(row["logp"][t]), row["advantage"] * row["weight"][t]
             own, others = (
                 4e-3 * credit * (1 - p) ** 2,
                 1e-3 * push[row["group"], text] * (1 - p) + 4e-4 * rng.normal(),
@@ -421,15 +421,15 @@ def _tokens(
                 "reward": row["reward"],
                 "advantage": row["advantage"],
                 "sign": sign,
-                "weights": row["weights"][t],
-                "advantages": credit,
+                "weight": row["weight"][t],
+                "credit": credit,
                 "coef": credit,
                 "scale": 1 / 400,
                 "is_clipped": False,
-                "importance_ratio": 1.0 + 0.02 * rng.normal(),
-                "inference_logprobs": row["logp"][t],
-                "trainer_logprobs": row["logp"][t],
-                "trainer_logprobs_after": row["logp"][t] + delta,
+                "ratio": 1.0 + 0.02 * rng.normal(),
+                "sampler_logp": row["logp"][t],
+                "trainer_logp": row["logp"][t],
+                "trainer_logp_after": row["logp"][t] + delta,
                 "delta": delta,
                 "noise_floor": 1e-6,
                 "change": "boosted"

@@ -33,7 +33,7 @@ def small_run(path: Path, *, num_batches: int = 2, ledger_every: int = 1) -> Pat
         "run_dir": str(path),
         "model": "bundled",
         "device": "cpu",
-        "task": {"name": "probe_run:Coin"},
+        "task": {"name": "helpers.probe_run:Coin"},
         "method": {"name": "dapo", "plan": "query_preserved"},
         "num_batches": num_batches,
         "rollouts": {"prompts": 2, "group_size": 6, "max_new_tokens": 96},

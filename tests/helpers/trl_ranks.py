@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from counterpoise.hosts.trl.batch import gathered
+from counterpoise.hosts.trl.batch import gather_columns
 from counterpoise.hosts.trl.state import credit_state
 from helpers import trl_tiny
 
@@ -103,7 +103,7 @@ def _tokens(folder):
 
 def _by_row(trainer, output):
     """[N, T] credit in the order of the rows' global numbers."""
-    columns = gathered(trainer, {name: output[name] for name in ("cp_row", "cp_credit")})
+    columns = gather_columns(trainer, {name: output[name] for name in ("cp_row", "cp_credit")})
     return columns["cp_credit"][columns["cp_row"].argsort()]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import counterpoise as cp
 from counterpoise.ledger import Book, Settings, book
-from counterpoise.ledger.measures.categories import named
+from counterpoise.ledger.measures.categories import name_tokens
 from counterpoise.policy import token_logp
 from counterpoise.run.files import read_jsonl, write_table
 from counterpoise.run.schema import SCHEMA_VERSION, TOKEN_COLUMNS
@@ -159,19 +159,15 @@ def test_values_are_those_of_the_step(booked, table):
         for i, n in enumerate(rows.row_R.tolist()):
             for t in range(len(IDS[n])):
                 k = at(table, n, t)
-                assert table["trainer_logprobs"][k] == pytest.approx(
-                    float(before_NT[i, t]), abs=1e-5
-                )
+                assert table["trainer_logp"][k] == pytest.approx(float(before_NT[i, t]), abs=1e-5)
                 assert table["delta"][k] == pytest.approx(
                     float(after_NT[i, t] - before_NT[i, t]), abs=1e-5
                 )
                 assert table["coef"][k] == float(loss.coef_NT[i, t])
                 assert table["scale"][k] == float(rows.scale_NT[i, t])
-                assert table["advantages"][k] == table["advantage"][k] == float(rows.advantage_N[i])
+                assert table["credit"][k] == table["advantage"][k] == float(rows.advantage_N[i])
                 assert table["sign"][k] == np.sign(table["advantage"][k])
-                assert table["confidence"][k] == pytest.approx(
-                    np.exp(table["inference_logprobs"][k])
-                )
+                assert table["confidence"][k] == pytest.approx(np.exp(table["sampler_logp"][k]))
 
 
 def test_changes_flips_and_parts_are_consistent(table):
@@ -476,6 +472,6 @@ def test_out_of_memory_costs_the_batch_its_account_and_not_the_run(tmp_path, cap
     ],
 )
 def test_categories_that_cannot_be_used_give_way_to_the_default_ones(rule, why):
-    names, note = named(rule, ["7", " so", "."])
+    names, note = name_tokens(rule, ["7", " so", "."])
     assert names == ["number", "connective", "template"]
     assert note is not None and why in note and "default rules are used" in note

@@ -14,7 +14,7 @@ from counterpoise.ledger import (
     Texts,
     change_along,
     class_gradients,
-    copied,
+    copy_params,
     forward_mode,
     of_model,
     own_exact,
@@ -59,7 +59,7 @@ def by_sign() -> dict[str, dict[str, torch.Tensor]]:
 
 def stepped(model, optimizer, weight_NT) -> dict[str, torch.Tensor]:
     """One update on -sum weight logp; returns the parameters before it."""
-    before = copied(trainable(model))
+    before = copy_params(trainable(model))
     (-(weight_NT * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -214,7 +214,7 @@ def test_the_largest_class_comes_for_free_from_the_whole_gradient():
     """
     model = clean_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    before = copied(trainable(model))
+    before = copy_params(trainable(model))
     (-(weights() * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
     total = {name: -p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
@@ -260,7 +260,7 @@ def test_the_engine_leaves_the_model_alone():
     before = stepped(model, optimizer, weights())
     model.train()
     after, memory = (
-        copied(trainable(model)),
+        copy_params(trainable(model)),
         [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()],
     )
     rng = torch.get_rng_state()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from counterpoise.ledger import filled, load_categories, restore
+from counterpoise.ledger import fill_bank, load_categories, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.categories import CATEGORIES, categories
 from counterpoise.ledger.measures.drift import drift
@@ -111,20 +111,22 @@ def test_the_bank_takes_distinct_verified_solutions_and_stays_frozen():
     prompts = [[1], [1], [1], [2], [2], [3], [3], [3]]
     solutions = [[5], [5], [6], [7], [7], [8], [9], [10]]
     good = [True, True, True, True, True, True, False, True]
-    bank = filled([], 1, names, prompts, solutions, good)
+    bank = fill_bank([], 1, names, prompts, solutions, good)
     assert [(entry["prompt_id"], entry["solutions"]) for entry in bank] == [("a", [[5], [6]])]
-    bank = filled(
+    bank = fill_bank(
         bank, 3, names, prompts, solutions, good
     )  # b has one distinct solution, c two verified ones
     assert [(entry["prompt_id"], entry["solutions"]) for entry in bank] == [
         ("a", [[5], [6]]),
         ("c", [[8], [10]]),
     ]
-    again = filled(bank, 3, ["a", "a"], [[1], [1]], [[40], [41]], [True, True])
+    again = fill_bank(bank, 3, ["a", "a"], [[1], [1]], [[40], [41]], [True, True])
     assert again == bank
     assert (
         len(
-            filled([], 1, ["a"] * 9, [[1]] * 9, [[k] for k in range(9)], [True] * 9)[0]["solutions"]
+            fill_bank([], 1, ["a"] * 9, [[1]] * 9, [[k] for k in range(9)], [True] * 9)[0][
+                "solutions"
+            ]
         )
         == 4
     )
@@ -135,7 +137,7 @@ def test_drift_by_hand():
 
     The change is 2.
     """
-    bank = filled([], 1, ["a", "a"], [[1], [1]], [[5], [6]], [True, True])
+    bank = fill_bank([], 1, ["a", "a"], [[1], [1]], [[5], [6]], [True, True])
     scores = iter([torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0])])
     seen = []
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import counterpoise as cp
-from counterpoise.ledger import HeadState, at, copied, of_model, residuals, sharing
+from counterpoise.ledger import HeadState, at, copy_params, of_model, residuals, sharing
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_change import head_change
 from counterpoise.ledger.calculus.logprobs import Texts, trainable
@@ -237,7 +237,7 @@ def test_tax_by_kind_of_context():
 def test_kl_is_zero_without_a_step():
     model = clean_gpt2()
     texts = Texts([[1, 2]], torch.tensor([[3, 4, 5]]), torch.ones(1, 3).bool())
-    same = at(model, copied(trainable(model)), lambda m: head_state(m, texts))
+    same = at(model, copy_params(trainable(model)), lambda m: head_state(m, texts))
     assert isinstance(same, HeadState)
     change = head_change(head_state(model, texts), same, torch.tensor([3, 4, 5]))
     assert change.kl_M is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.ledger import LogProbs, cancellation, copied, own_exact, residuals, response
+from counterpoise.ledger import LogProbs, cancellation, copy_params, own_exact, residuals, response
 from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.logprobs import trainable
 from counterpoise.tasks.tabular import TabularPolicy
@@ -60,7 +60,7 @@ def batch_number(name: str, lr: float, **axes):
     method = cp.method(name, **axes)
     rows = method.rows(batch, method.assign(batch), torch.arange(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    before = copied(trainable(model))
+    before = copy_params(trainable(model))
     loss = method.loss(model.logp_NT(torch.zeros(4, dtype=torch.long), batch.token_ids_NT), rows)
     (loss.loss_NT * rows.scale_NT).sum().backward()
     optimizer.step()

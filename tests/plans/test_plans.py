@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import counterpoise as cp
-from counterpoise.maths.reduce import seeded
+from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit, is_ready, manifest, quota
 from counterpoise.stage import call
 from helpers import reference_batches as reference
@@ -28,7 +28,10 @@ PLAN_SETTINGS = [(name, {}) for name in PLANS] + [
 
 def planned(name, table, num_updates, seed=0, **params):
     return call(
-        PLANS[name](**params), *table, num_updates=num_updates, generator=seeded(seed, 0, "plan")
+        PLANS[name](**params),
+        *table,
+        num_updates=num_updates,
+        generator=seeded_generator(seed, 0, "plan"),
     )
 
 
@@ -123,7 +126,7 @@ def test_fewer_rollouts_than_steps(name):
         planned(name, prompts(1, 3), 4)
 
 
-def test_num_steps_is_a_positive_integer():
+def test_num_updates_is_a_positive_integer():
     with pytest.raises(
         ValueError, match="query_preserved: num_updates must be an integer >= 1, got 0"
     ):

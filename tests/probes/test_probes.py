@@ -14,7 +14,7 @@ import torch
 
 from counterpoise.ledger import of_model
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.probes import PROBES, exchangeability, open_scene, pool, run_probe, tried
+from counterpoise.probes import PROBES, exchangeability, open_scene, pool, run_probe, try_update
 from counterpoise.probes.causal import full_update, tau
 from counterpoise.probes.counterfactual import (
     category_shares,
@@ -57,7 +57,7 @@ def same(first, second) -> bool:
 
 
 def test_full_update_is_the_one_that_training_made(run: Path, scene) -> None:
-    change = tried(scene, scene.rows)
+    change = try_update(scene, scene.rows)
     tokens = pd.read_parquet(run / "tokens" / "batch_000001.parquet")
     first = tokens[tokens["update"] == 0].set_index(["rollout", "position"])["delta"]
     rows = scene.rows
@@ -149,7 +149,7 @@ def test_masked_gradient_equals_the_step_without_those_tokens(scene) -> None:
     clipping is off in this run.
     """
     rows, model = scene.rows, scene.policy.model
-    full = tried(scene, rows)
+    full = try_update(scene, rows)
     texts = scene.texts(rows.row_R)
     update = full_update(
         model, scene.optimizer, of_model(model, texts), full.update.loss.coef_NT * rows.scale_NT
@@ -160,14 +160,14 @@ def test_masked_gradient_equals_the_step_without_those_tokens(scene) -> None:
     enters_RT = rows.mask_NT.clone()
     for peer in peers:
         enters_RT[peer] = False
-    expected = float(full.delta_RT[target] - tried(scene, rows, enters_RT).delta_RT[target])
+    expected = float(full.delta_RT[target] - try_update(scene, rows, enters_RT).delta_RT[target])
     assert abs(expected) > 1e-4
     assert tau(update, target, peers) == pytest.approx(expected, abs=2e-5)
 
 
 def test_positives_only_lets_no_negative_token_in(scene) -> None:
     rows = scene.rows
-    update = tried(scene, rows, enters(rows, (1,))).update
+    update = try_update(scene, rows, enters(rows, (1,))).update
     entered = update.rows.scale_NT != 0
     assert bool(entered[rows.advantage_N > 0].any()) and not bool(
         entered[rows.advantage_N <= 0].any()
@@ -178,7 +178,7 @@ def test_empty_class_says_so(scene) -> None:
     with pytest.raises(
         ValueError, match="no token of batch 1 has the advantage that this update is made of"
     ):
-        tried(scene, scene.rows, torch.zeros_like(scene.rows.mask_NT))
+        try_update(scene, scene.rows, torch.zeros_like(scene.rows.mask_NT))
 
 
 def test_goes_on_where_it_stopped(run: Path) -> None:
@@ -357,7 +357,7 @@ def test_pooled_steps_count_prompts_apart(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "settings", "message"),
+    ("name", "batch_number", "settings", "message"),
     [
         ("counterfactual", 7, {}, "no checkpoint of batch 7 \\(batches with both: 0, 1\\)"),
         ("flip", 1, {}, "unknown probe 'flip'. Did you mean 'flips'"),

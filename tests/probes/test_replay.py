@@ -97,7 +97,7 @@ def test_correlation_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "methods", "message"),
+    ("batch_number", "methods", "message"),
     [
         (0, ["dapo", "dapo"], "named twice"),
         (0, ["dappo"], "Did you mean 'dapo'"),

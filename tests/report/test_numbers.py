@@ -16,7 +16,7 @@ from scipy import stats as scipy_stats
 from counterpoise.maths import intervals as stats
 from counterpoise.report import credit_numbers
 from counterpoise.report.compare import comparison
-from counterpoise.report.groups import curve, eval_curve, grouped
+from counterpoise.report.groups import curve, eval_curve, group_runs
 from counterpoise.run.read import open_run
 from counterpoise.text import number, visible, with_interval
 from helpers.make_run import make_run
@@ -105,7 +105,7 @@ def test_seeds_count_in_the_paired_bootstrap():
 
 
 def test_runs_group_by_configuration_over_seeds(runs):
-    groups = grouped(runs)
+    groups = group_runs(runs)
     assert [(group.label, len(group.runs)) for group in groups] == [("grpo", 3), ("delta", 3)]
 
 
@@ -116,7 +116,7 @@ def test_runs_that_differ_by_what_is_written_or_how_a_step_is_cut_are_one_method
     config["optimizer"]["token_budget"] = 4096
     (paths[1] / "config.yaml").write_text(yaml.safe_dump(config))
     assert [
-        (group.label, len(group.runs)) for group in grouped([open_run(path) for path in paths])
+        (group.label, len(group.runs)) for group in group_runs([open_run(path) for path in paths])
     ] == [("delta", 2)]
 
 
@@ -126,13 +126,13 @@ def test_labels_name_what_sets_equal_methods_apart(tmp_path):
         make_run(tmp_path / f"{k}", lr=lr, seed=k, **small)
         for k, lr in enumerate((1e-5, 1e-5, 3e-5))
     ]
-    labels = [group.label for group in grouped([open_run(path) for path in paths])]
+    labels = [group.label for group in group_runs([open_run(path) for path in paths])]
     assert labels == ["delta · optimizer.lr=1e-05", "delta · optimizer.lr=3e-05"]
 
 
 def test_a_curve_is_the_file(runs):
     rows = [json.loads(line) for line in (runs[0].path / "metrics.jsonl").read_text().splitlines()]
-    got = curve(grouped(runs[:1])[0], "reward/mean")
+    got = curve(group_runs(runs[:1])[0], "reward/mean")
     assert got is not None and got.interval == ""
     assert got.mean.tolist() == [row["reward/mean"] for row in rows]
     assert got.batch.tolist() == [row["batch"] for row in rows]
@@ -140,10 +140,10 @@ def test_a_curve_is_the_file(runs):
 
 def test_an_evaluation_keeps_its_own_interval_alone_and_students_over_seeds(runs):
     rows = [json.loads(line) for line in (runs[0].path / "evals.jsonl").read_text().splitlines()]
-    one = eval_curve(grouped(runs[:1])[0])
+    one = eval_curve(group_runs(runs[:1])[0])
     assert one is not None and one.interval == "own"
     assert one.low.tolist() == [row["eval/accuracy_low"] for row in rows]
-    three = eval_curve(grouped(runs[:3])[0])
+    three = eval_curve(group_runs(runs[:3])[0])
     assert three is not None and three.interval == "seeds"
     assert three.mean[-1] == pytest.approx(
         np.mean([run.evals[-1]["eval/accuracy"] for run in runs[:3]])
@@ -180,28 +180,28 @@ def test_top_tokens_are_sums_of_credit(tokens):
     up, down = credit_numbers.top_tokens(tokens)
     for token in [*up, *down]:
         rows = tokens[tokens["text"] == token.text]
-        assert token.credit == pytest.approx(rows["advantages"].sum())
+        assert token.credit == pytest.approx(rows["credit"].sum())
         assert token.count == len(rows)
     assert [token.credit for token in up] == sorted((token.credit for token in up), reverse=True)
 
 
 def test_comparison_tells_better_from_noise(runs):
-    found = comparison(grouped(runs), threshold=0.5)
+    found = comparison(group_runs(runs), threshold=0.5)
     grpo, delta = found.lines
     assert grpo.verdict == "baseline" and delta.verdict == "better"
     finals = [run.evals[-1]["eval/accuracy"] for run in runs[3:]]
     assert delta.final.mean == pytest.approx(np.mean(finals))
     assert delta.against is not None
     assert delta.against.difference.mean == pytest.approx(np.mean(finals) - grpo.final.mean)
-    within = comparison(grouped([*runs[:2], runs[2]])[:1] + grouped([runs[2]]), threshold=0.5)
+    within = comparison(group_runs([*runs[:2], runs[2]])[:1] + group_runs([runs[2]]), threshold=0.5)
     assert within.lines[1].verdict.startswith("within noise")
 
 
 def test_one_seed_never_passes_for_certain(runs):
-    verdict = comparison(grouped([runs[0], runs[3]])).lines[1].verdict
+    verdict = comparison(group_runs([runs[0], runs[3]])).lines[1].verdict
     assert "one seed" in verdict
     assert (
-        comparison(grouped([runs[0], runs[3]]), metric="reward/mean").lines[1].verdict
+        comparison(group_runs([runs[0], runs[3]]), metric="reward/mean").lines[1].verdict
         == "one run: no interval"
     )
 
@@ -209,20 +209,20 @@ def test_one_seed_never_passes_for_certain(runs):
 def test_steps_and_tokens_to_a_threshold(runs):
     run = runs[3]
     threshold = run.evals[1]["eval/accuracy"]
-    reach = comparison(grouped([run, runs[0]]), threshold=threshold).lines[0].reach
+    reach = comparison(group_runs([run, runs[0]]), threshold=threshold).lines[0].reach
     want = next(row["batch"] for row in run.evals if row["eval/accuracy"] >= threshold)
     assert reach.batches.mean == want
     assert (
         reach.tokens.mean == run.metrics["rollouts/num_tokens"][run.metrics["batch"] < want].sum()
     )
-    assert comparison(grouped([run, runs[0]]), threshold=2.0).lines[0].reach.reached == 0
+    assert comparison(group_runs([run, runs[0]]), threshold=2.0).lines[0].reach.reached == 0
 
 
 def test_comparison_names_what_it_lacks(runs):
     with pytest.raises(ValueError, match="no group 'detla'. Did you mean 'delta'"):
-        comparison(grouped(runs), baseline="detla")
+        comparison(group_runs(runs), baseline="detla")
     with pytest.raises(ValueError, match="no run has 'loss/nothing'"):
-        comparison(grouped(runs), metric="loss/nothing")
+        comparison(group_runs(runs), metric="loss/nothing")
 
 
 @pytest.mark.parametrize(

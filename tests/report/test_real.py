@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from counterpoise.report import credit_numbers
-from counterpoise.report.groups import grouped
+from counterpoise.report.groups import group_runs
 from counterpoise.report.ledger_numbers import ledger_rows
 from counterpoise.report.page import content, write_report
 from counterpoise.run.read import open_run
@@ -34,8 +34,8 @@ SHORT = [
     *("optimizer.warmup=0", "eval.every=2", "eval.prompts=8", "ledger.every=1", "trackers=[]"),
 ]
 COLOURS = {
-    "advantages",
-    "weights",
+    "credit",
+    "weight",
     "delta",
     "predicted",
     "own",
@@ -171,7 +171,7 @@ def test_every_section_of_the_report(page, run_dir, metrics):
     assert drawn == [row["reward/mean"] for row in metrics]
     flips = {
         row.label: row.value
-        for row in ledger_rows(grouped([open_run(run_dir)])[0].runs[0], 1)["flips"]
+        for row in ledger_rows(group_runs([open_run(run_dir)])[0].runs[0], 1)["flips"]
         if row.count
     }
     for label, value in flips.items():

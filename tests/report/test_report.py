@@ -148,12 +148,12 @@ def test_the_plan_on_the_page_is_that_of_the_file(run_dir):
 def test_samples_are_coloured_by_credit(run_dir):
     found = content([open_run(run_dir)])
     table = pd.read_parquet(run_dir / "tokens" / "batch_000004.parquet")
-    limit = np.quantile(table["advantages"].abs(), 0.98)
+    limit = np.quantile(table["credit"].abs(), 0.98)
     for prompt in found.details[0].samples:
         for sample in prompt.samples:
             rows = table[table["rollout"] == sample.rollout]
             assert [token.text.replace("⏎", "") for token in sample.tokens] == rows["text"].tolist()
-            for token, credit in zip(sample.tokens, rows["advantages"]):
+            for token, credit in zip(sample.tokens, rows["credit"]):
                 level = min(10, int(np.ceil(abs(credit) / limit * 10 - 1e-9)))
                 assert token.css == (
                     "d-0" if level == 0 else f"d-{'p' if credit > 0 else 'n'}{level}"
@@ -164,7 +164,7 @@ def test_samples_under_uniform_credit_are_coloured_by_the_change(tmp_path):
     path = make_run(tmp_path / "run", **SMALL)
     for file in (path / "tokens").iterdir():
         table = pd.read_parquet(file)
-        table["advantages"] = table["advantage"]
+        table["credit"] = table["advantage"]
         table.to_parquet(file)
     found = content([open_run(path)])
     assert {prompt.coloured_by for prompt in found.details[0].samples} == {
@@ -315,7 +315,7 @@ def test_import_command(tmp_path):
         "batch": 0,
         "token_ids": [1, 2, 3],
         "loss_mask": [False, True, True],
-        "advantages": [0.0, 1.0, 1.0],
+        "credit": [0.0, 1.0, 1.0],
         "rewards": [1.0] * 3,
     }
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")

@@ -50,14 +50,14 @@ def prime_rl_row(response, reward, advantage, **more):
         "token_ids": PROMPT + response,
         "position_ids": list(range(size)),
         "loss_mask": mask,
-        "advantages": [advantage if keep else 0.0 for keep in mask],
+        "credit": [advantage if keep else 0.0 for keep in mask],
         "rewards": [reward] * size,
-        "inference_logprobs": [-0.1 * (k + 1) for k in range(size)],
-        "trainer_logprobs": [-0.1 * (k + 1) + 0.01 for k in range(size)],
+        "sampler_logp": [-0.1 * (k + 1) for k in range(size)],
+        "trainer_logp": [-0.1 * (k + 1) + 0.01 for k in range(size)],
         "entropy": [0.5] * size,
         "mismatch_kl": [0.0] * size,
         "log_importance_ratio": [0.01] * size,
-        "importance_ratio": [math.exp(0.01)] * size,
+        "ratio": [math.exp(0.01)] * size,
         "is_masked": [False] * (size - 1) + [True],
         **more,
     }
@@ -78,13 +78,13 @@ def test_prime_rl(prime_rl_dump, tokenizer, tmp_path):
     tokens = pd.read_parquet(out / "tokens" / "batch_000003.parquet")
     assert tokens["token_ids"].tolist() == GOOD + BAD
     assert tokens["text"].tolist() == [" five", " plus", " one", " five", " six"]
-    assert tokens["advantages"].tolist() == [0.7] * 3 + [-0.7] * 2
-    assert tokens["weights"].tolist() == [1.0] * 5
+    assert tokens["credit"].tolist() == [0.7] * 3 + [-0.7] * 2
+    assert tokens["weight"].tolist() == [1.0] * 5
     assert tokens["sign"].tolist() == [1, 1, 1, -1, -1]
     # the response begins at the third token of the sequence
-    assert tokens["inference_logprobs"].tolist() == pytest.approx([-0.3, -0.4, -0.5, -0.3, -0.4])
+    assert tokens["sampler_logp"].tolist() == pytest.approx([-0.3, -0.4, -0.5, -0.3, -0.4])
     assert tokens["confidence"].iloc[0] == pytest.approx(math.exp(-0.3))
-    assert tokens["importance_ratio"].tolist() == pytest.approx([math.exp(0.01)] * 5)
+    assert tokens["ratio"].tolist() == pytest.approx([math.exp(0.01)] * 5)
     assert tokens["is_clipped"].tolist() == [False, False, True, False, True]
     rollouts = pd.read_parquet(out / "rollouts" / "batch_000003.parquet")
     assert rollouts["group"].tolist() == [0, 0]
@@ -105,7 +105,7 @@ def test_tokens_outside_the_loss_stay_and_are_marked(tmp_path):
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
 def test_nemo_rl(tmp_path, is_wrapped):
-    def wrapped(row):
+    def wrap_title(row):
         return {key: [value] for key, value in row.items()} if is_wrapped else row
 
     rows = []
@@ -120,11 +120,11 @@ def test_nemo_rl(tmp_path, is_wrapped):
             "token_ids": ids,
             "token_loss_mask": mask,
             "sample_loss_mask": 1.0,
-            "advantages": [advantage] * len(ids),
+            "credit": [advantage] * len(ids),
             "generation_logprobs": logprobs,
             "prev_logprobs": [x - 0.01 for x in logprobs],
         }
-        rows.append({**wrapped(row), "idx": at})
+        rows.append({**wrap_title(row), "idx": at})
     (tmp_path / "train_data_step12.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
@@ -132,8 +132,8 @@ def test_nemo_rl(tmp_path, is_wrapped):
     assert import_run("nemo-rl", tmp_path, out) == {12: 2}
     tokens = pd.read_parquet(out / "tokens" / "batch_000012.parquet")
     assert tokens["token_ids"].tolist() == GOOD + BAD
-    assert tokens["inference_logprobs"].tolist() == pytest.approx([-0.2, -0.4, -0.6, -0.2, -0.4])
-    assert tokens["importance_ratio"].tolist() == pytest.approx([math.exp(-0.01)] * 5)
+    assert tokens["sampler_logp"].tolist() == pytest.approx([-0.2, -0.4, -0.6, -0.2, -0.4])
+    assert tokens["ratio"].tolist() == pytest.approx([math.exp(-0.01)] * 5)
     assert tokens["advantage"].tolist() == [0.5] * 3 + [-0.5] * 2
     # without a tokenizer ids are shown
     assert batch_info(open_batch(open_run(out), 12))["texts"][0] == "⟨4⟩"
@@ -150,7 +150,7 @@ def test_slime(tmp_path):
         "loss_masks": [torch.ones(3, dtype=torch.int), torch.ones(2, dtype=torch.int)],
         "rollout_log_probs": [torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([-0.1, -0.9])],
         "log_probs": [torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([-0.1, -0.9])],
-        "advantages": [torch.full((3,), 0.7), torch.full((2,), -0.7)],
+        "credit": [torch.full((3,), 0.7), torch.full((2,), -0.7)],
     }
     torch.save({"rollout_id": 5, "rank": 0, "rollout_data": data}, tmp_path / "5_0.pt")
     out = tmp_path / "run"
@@ -162,8 +162,8 @@ def test_slime(tmp_path):
     assert [list(ids) for ids in rollouts["token_ids"]] == [GOOD, BAD]
     assert [list(ids) for ids in rollouts["prompt_ids"]] == [PROMPT, PROMPT]
     tokens = pd.read_parquet(out / "tokens" / "batch_000005.parquet")
-    assert tokens["inference_logprobs"].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.1, -0.9])
-    assert tokens["advantages"].tolist() == pytest.approx([0.7] * 3 + [-0.7] * 2)
+    assert tokens["sampler_logp"].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.1, -0.9])
+    assert tokens["credit"].tolist() == pytest.approx([0.7] * 3 + [-0.7] * 2)
 
 
 class Canary:
@@ -203,8 +203,8 @@ def test_trl_by_words(tmp_path):
     assert tokens["text"].tolist() == ["five", " plus", " one", "six"]
     assert tokens["reward"].tolist() == [1.5, 1.5, 1.5, 0.5]
     assert tokens["advantage"].tolist() == [0.7, 0.7, 0.7, -0.7]
-    assert tokens["advantages"].tolist() == tokens["advantage"].tolist()
-    assert "inference_logprobs" not in tokens
+    assert tokens["credit"].tolist() == tokens["advantage"].tolist()
+    assert "sampler_logp" not in tokens
 
 
 def test_trl_with_a_tokenizer_messages_and_a_chosen_reward(tmp_path, tokenizer):
@@ -238,7 +238,7 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
     )
     run = open_run(tmp_path / "run")
     info = batch_info(open_batch(run, 3))
-    assert {"advantages", "entropy", "confidence", "category"} <= {
+    assert {"credit", "entropy", "confidence", "category"} <= {
         c["name"] for c in info["columns"] if c["kind"] != "none"
     }
     assert info["groups"][0]["prompt"] == "what is"
@@ -248,7 +248,7 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
         found
     )
     assert [card.chart.name for card in found.cards["credit"]] == [
-        "weights",
+        "weight",
         "credit",
         "categories",
     ]

@@ -64,17 +64,17 @@ def test_missing_columns_leave_their_charts_out(run_dir):
         "Cancellation by sharedness (needs ledger.decompose in the recipe)",
     ]
     assert found.absent["credit"] == ["Where the credit goes"]
-    assert [card.chart.name for card in found.cards["credit"]] == ["weights", "credit"]
+    assert [card.chart.name for card in found.cards["credit"]] == ["weight", "credit"]
 
 
 def test_columns_of_other_types_do_not_stop_the_page(run_dir):
     for file in (run_dir / "tokens").iterdir():
         table = pq.read_table(file)
-        at = table.column_names.index("advantages")
-        pq.write_table(table.set_column(at, "advantages", pa.array(["x"] * table.num_rows)), file)
+        at = table.column_names.index("credit")
+        pq.write_table(table.set_column(at, "credit", pa.array(["x"] * table.num_rows)), file)
     found = content([open_run(run_dir)])
     assert "Token credit" in found.absent["credit"]
-    assert [card.chart.name for card in found.cards["credit"]] == ["weights"]
+    assert [card.chart.name for card in found.cards["credit"]] == ["weight"]
 
 
 def test_a_schema_from_the_future_is_said_and_shown(run_dir):

@@ -101,7 +101,7 @@ def test_new_weights_are_seen_by_the_next_call():
 
 def test_an_architecture_the_engine_does_not_know_falls_back_with_one_warning(caplog):
     model = tiny("gpt2")
-    with caplog.at_level(logging.WARNING, logger="counterpoise.rollouts"):
+    with caplog.at_level(logging.WARNING, logger="counterpoise.sampling"):
         rollouts = [
             sample(model, PROMPTS, max_new_tokens=4, stop_ids=[], seed=0, engine=engine)
             for engine in (True, True, False)

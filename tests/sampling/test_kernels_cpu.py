@@ -445,7 +445,7 @@ def test_without_kernels_torch_does_the_work_and_one_line_says_so(
     settings = {"group_size": 3, "max_new_tokens": 9, "stop_ids": STOPS, "seed": 4}
     generic = sample(tiny(), PROMPTS, **settings, engine=False)
     monkeypatch.setattr(kernels_cpu, "COMPILERS", compilers)
-    with caplog.at_level(logging.INFO, logger="counterpoise.rollouts"):
+    with caplog.at_level(logging.INFO, logger="counterpoise.sampling"):
         models = tiny(), tiny()
         rollouts = [sample(model, PROMPTS, **settings) for model in models]
     assert [kernels_of(model) for model in models] == [None, None]
@@ -464,7 +464,7 @@ def test_a_user_without_a_home_folder_samples_with_torch(fresh, monkeypatch):
     assert kernels_cpu.library() is None
 
 
-BUILD = "from counterpoise.rollouts import kernels_cpu; assert kernels_cpu.library() is not None"
+BUILD = "from counterpoise.sampling.kernels import cpu; assert cpu.library() is not None"
 
 
 @native

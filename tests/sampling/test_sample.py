@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from counterpoise.sampling import branch, sample
 from counterpoise.sampling.cache import ROOM, RoomyLayer, compaction
-from counterpoise.sampling.draw import draw, truncated, uniforms
+from counterpoise.sampling.draw import draw, truncate, uniforms
 from counterpoise.sampling.sample import COMPACT_FRAC
 from helpers.tiny_models import row_logits, row_logp_entropy, tiny
 
@@ -247,7 +247,7 @@ def test_truncation_by_hand():
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64).log()
 
     def kept(**settings):
-        return torch.softmax(truncated(logits, **settings), -1)[0].tolist()
+        return torch.softmax(truncate(logits, **settings), -1)[0].tolist()
 
     assert kept() == pytest.approx([0.1, 0.4, 0.2, 0.3])
     assert kept(top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7])

@@ -23,7 +23,7 @@ from counterpoise.run import folder as run_folder
 from counterpoise.run.files import read_jsonl
 from counterpoise.run.rollouts import read_rollouts, write_rollouts
 from counterpoise.tasks import task
-from counterpoise.trainer.collect import collect, measured
+from counterpoise.trainer.collect import collect, measure_columns
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.update import adamw, apply_update, learning_rate
@@ -171,7 +171,7 @@ def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     (kept,) = checkpoint.checkpoints(Path(recipe["run_dir"]))
-    done = json.loads((kept / "state.json").read_text())["batch"]
+    done = json.loads((kept / "state.json").read_text())["batch_number"]
     assert done == len(metrics(recipe["run_dir"])) < 200
 
 
@@ -230,7 +230,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_budget(scene, name):
             update={"optimizer": config.optimizer.model_copy(update={"token_budget": budget})}
         )
         policy = load_model("bundled", dtype=torch.float64, device="cpu")
-        ready = measured(policy, method, cut, collected._replace(batch=collected.batch))
+        ready = measure_columns(policy, method, cut, collected._replace(batch=collected.batch))
         optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.1)
         rows = method.rows(
             ready.batch, method.assign(ready.batch), torch.arange(ready.batch.num_rollouts)
@@ -260,15 +260,12 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     _, _, collected = scene
     write_rollouts(tmp_path / "r.parquet", 0, collected, cp.method("grpo").assign(collected.batch))
     pq.write_table(
-        pq.read_table(tmp_path / "r.parquet").drop_columns("inference_logprobs"),
+        pq.read_table(tmp_path / "r.parquet").drop_columns("sampler_logp"),
         tmp_path / "r.parquet",
     )
     with pytest.raises(
         ValueError,
-        match=(
-            "r.parquet: no column 'inference_logprobs'. Take the file as counterpoise train"
-            " wrote it"
-        ),
+        match=("r.parquet: no column 'sampler_logp'. Take the file as counterpoise train wrote it"),
     ):
         read_rollouts(tmp_path / "r.parquet")
     (tmp_path / "r.parquet").write_bytes((tmp_path / "r.parquet").read_bytes()[:200])
@@ -349,7 +346,7 @@ def test_corrections_join_their_groups(tmp_path):
     """IBPO's generate mode: rows are added, every added one is right, and is credited against the
     failure it corrects.
     """
-    from counterpoise.trainer.corrections import corrected
+    from counterpoise.trainer.corrections import add_corrections
 
     config = parse_config(
         small(
@@ -364,7 +361,7 @@ def test_corrections_join_their_groups(tmp_path):
         task(name="arithmetic"),
     )
     before = collect(policy, arithmetic, cp.method("ibpo"), config, 0, 0)
-    after = corrected(policy, arithmetic, config, 0, before)
+    after = add_corrections(policy, arithmetic, config, 0, before)
     n = before.batch.num_rollouts
     added = after.batch.select(torch.arange(n, after.batch.num_rollouts))
     assert added.num_rollouts > 0

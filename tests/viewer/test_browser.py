@@ -60,7 +60,7 @@ def test_viewer_shows_the_files_numbers(page, address, table):
     settled(page, "document.querySelector('#inspector .token')?.innerText.includes('position 4')")
     found, want = inspected(page), rows.iloc[4]
     for label, column in {
-        "credit": "advantages",
+        "credit": "credit",
         "change (delta)": "delta",
         "predicted: coupling": "coupling",
         "entropy": "entropy",
@@ -83,7 +83,7 @@ def test_viewer_colours_by_every_column(page, address, table):
             )
         )
         assert len(css) > 10 and all(css.values()), name
-        if name in ("advantages", "delta", "own", "coupling"):
+        if name in ("credit", "delta", "own", "coupling"):
             limit = np.quantile(table[name].abs(), 0.98)
             for i, got in css.items():
                 level = min(10, int(np.ceil(abs(rows[name][i]) / limit * 10 - 1e-9)))
@@ -92,7 +92,7 @@ def test_viewer_colours_by_every_column(page, address, table):
                 )
         assert page.locator("#legend .name").inner_text()
     assert {
-        "advantages",
+        "credit",
         "delta",
         "own",
         "coupling",

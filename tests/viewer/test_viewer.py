@@ -77,7 +77,7 @@ def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
 @pytest.mark.parametrize(
     "name",
     [
-        "advantages",
+        "credit",
         "delta",
         "coupling",
         "entropy",
@@ -126,7 +126,7 @@ def test_a_step_without_a_ledger_is_shown_from_its_rollouts(client, run_dir):
     of_first = rollouts[rollouts["group"] == 0]
     answer = client.get("/api/batches/1/prompts/0/columns/advantages")
     got = np.frombuffer(answer.content, "<f8")
-    np.testing.assert_array_equal(got, np.concatenate(of_first["advantages"].tolist()))
+    np.testing.assert_array_equal(got, np.concatenate(of_first["credit"].tolist()))
     # token texts come from the batch that has them
     codes = np.frombuffer(client.get("/api/batches/1/prompts/0/columns/text").content, "<i4")
     assert "".join(found["texts"][code] for code in codes[:5]) == "Let us add:\n"
@@ -239,7 +239,7 @@ def test_every_asset_is_served_and_no_markup_is_written_by_script(client):
             "javascript:",
         ):
             assert sink not in text, (name, sink)
-    html = asset("viewer.html") + asset("report.html")
+    html = asset("viewer.html", "viewer") + asset("report.html")
     assert " onclick" not in html and " onload" not in html and " style=" not in html
 
 
@@ -270,7 +270,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     file = copy / "tokens" / "batch_000000.parquet"
     table = pq.read_table(file)
-    kept = ["group", "rollout", "position", "token_ids", "advantages"]
+    kept = ["group", "rollout", "position", "token_ids", "credit"]
     future = table.select(kept).append_column("thoughts", pa.array([[0.5]] * table.num_rows))
     pq.write_table(future.replace_schema_metadata({b"counterpoise_schema": b"99"}), file)
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
@@ -279,11 +279,11 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
     assert {column["name"] for column in found["columns"]} == {
         "position",
         "token_ids",
-        "advantages",
+        "credit",
     }
     got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/advantages").content, "<f8")
     whole = table.to_pandas().sort_values(["group", "rollout", "position"])
-    np.testing.assert_array_equal(got, whole["advantages"][whole["group"] == 0])
+    np.testing.assert_array_equal(got, whole["credit"][whole["group"] == 0])
 
 
 def test_a_table_without_order_falls_back_to_the_rollouts(run_dir, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.advantages.group import as_float, centred, grouped
+from counterpoise.advantages.group import as_float, centre, group_rewards
 from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import bindable
 
@@ -54,8 +54,8 @@ def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = 
     Reference: REINFORCE++-baseline, arXiv 2501.03262. Departs from the paper's code as
         ``batch_whitened`` does.
     """
-    reward_N, by_prompt = grouped("group_mean_batch_std", reward_N, group_N)
-    centred_N = centred(reward_N, by_prompt)
+    reward_N, by_prompt = group_rewards("group_mean_batch_std", reward_N, group_N)
+    centred_N = centre(reward_N, by_prompt)
     std = _std(centred_N, _batch_size("group_mean_batch_std", reward_N, reduce), reduce)
     return centred_N / torch.where(std > 0, std, 1)
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from counterpoise.advantages.group import centred, grouped
+from counterpoise.advantages.group import centre, group_rewards
 from counterpoise.stage import bindable
 
 
@@ -38,13 +38,13 @@ def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float 
     for name, value in (("alpha", alpha), ("delta", delta)):
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise ValueError(f"fade: {name} must be a number > 0, got {value!r}.")
-    reward_N, by_prompt = grouped("fade", reward_N, group_N)
+    reward_N, by_prompt = group_rewards("fade", reward_N, group_N)
     check_binary("fade", reward_N)
     failed_N = 1 - by_prompt.mean(reward_N)[by_prompt.index_N]
     # (1 - m) is 0 only in constant groups, where 0 to a negative power would make NaN of an
     # advantage of 0
     failed_N = torch.where(by_prompt.is_constant(reward_N), 1, failed_N)
-    advantage_N = failed_N ** (alpha - 1) * centred(reward_N, by_prompt)
+    advantage_N = failed_N ** (alpha - 1) * centre(reward_N, by_prompt)
     return torch.where(advantage_N < 0, advantage_N / delta, advantage_N)
 
 

@@ -33,8 +33,8 @@ def group_mean(reward_N: Tensor, group_N: Tensor) -> Tensor:
 
     Reference: Dr.GRPO, arXiv 2503.20783.
     """
-    reward_N, by_prompt = grouped("group_mean", reward_N, group_N)
-    return centred(reward_N, by_prompt)
+    reward_N, by_prompt = group_rewards("group_mean", reward_N, group_N)
+    return centre(reward_N, by_prompt)
 
 
 @bindable
@@ -54,10 +54,10 @@ def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Ten
     """
     if not _is_number(eps) or eps < 0:
         raise ValueError(f"group_zscore: eps must be a number >= 0, got {eps!r}.")
-    reward_N, by_prompt = grouped("group_zscore", reward_N, group_N)
+    reward_N, by_prompt = group_rewards("group_zscore", reward_N, group_N)
     std_N = by_prompt.std(reward_N)[by_prompt.index_N]
     is_constant_N = by_prompt.is_constant(reward_N)
-    return centred(reward_N, by_prompt) / torch.where(is_constant_N, 1, std_N + eps)
+    return centre(reward_N, by_prompt) / torch.where(is_constant_N, 1, std_N + eps)
 
 
 @bindable
@@ -73,7 +73,7 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
 
     Reference: RLOO, arXiv 2402.14740.
     """
-    reward_N, by_prompt = grouped("leave_one_out", reward_N, group_N)
+    reward_N, by_prompt = group_rewards("leave_one_out", reward_N, group_N)
     others_N = by_prompt.sum(reward_N)[by_prompt.index_N] - reward_N
     num_others_N = (by_prompt.size_P - 1)[by_prompt.index_N].to(reward_N.dtype)
     return torch.where(by_prompt.is_constant(reward_N), 0, reward_N - others_N / num_others_N)
@@ -95,7 +95,7 @@ def max_rl(reward_N: Tensor, group_N: Tensor) -> Tensor:
     Reference: MaxRL, arXiv 2602.02710. A negative mean would turn every sign around: that is an
         error here.
     """
-    reward_N, by_prompt = grouped("max_rl", reward_N, group_N)
+    reward_N, by_prompt = group_rewards("max_rl", reward_N, group_N)
     if (reward_N < 0).any():
         first = int((reward_N < 0).nonzero()[0])
         raise ValueError(
@@ -103,10 +103,10 @@ def max_rl(reward_N: Tensor, group_N: Tensor) -> Tensor:
             " the rewards, or use group_mean."
         )
     mean_N = by_prompt.mean(reward_N)[by_prompt.index_N]
-    return centred(reward_N, by_prompt) / torch.where(by_prompt.is_constant(reward_N), 1, mean_N)
+    return centre(reward_N, by_prompt) / torch.where(by_prompt.is_constant(reward_N), 1, mean_N)
 
 
-def grouped(name: str, reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Groups]:
+def group_rewards(name: str, reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Groups]:
     """Rewards as float32 or wider, and their groups; a group of one is an error that names the
     estimators that work.
     """
@@ -122,7 +122,7 @@ def grouped(name: str, reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Group
     return as_float(reward_N), by_prompt
 
 
-def centred(reward_N: Tensor, by_prompt: Groups) -> Tensor:
+def centre(reward_N: Tensor, by_prompt: Groups) -> Tensor:
     """R - m, exactly 0 in constant groups."""
     mean_N = by_prompt.mean(reward_N)[by_prompt.index_N]
     return torch.where(by_prompt.is_constant(reward_N), 0, reward_N - mean_N)

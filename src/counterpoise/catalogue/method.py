@@ -25,7 +25,7 @@ from torch import Tensor
 
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.errors import nearest
-from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, masked_mean, seeded
+from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, masked_mean, seeded_generator
 from counterpoise.plans import manifest
 from counterpoise.stage import Stage, Stateful, base, bound, build, call, describe, needs_of, rebind
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
@@ -117,7 +117,10 @@ class Method:
         for k, rule in enumerate(controlled.rules):
             before_NT, offers = (
                 credit_NT,
-                {"reduce": reduce, "generator": seeded(seed, batch_number, f"credit/{k}")},
+                {
+                    "reduce": reduce,
+                    "generator": seeded_generator(seed, batch_number, f"credit/{k}"),
+                },
             )
             credit_NT, rule_state = _applied(rule, state["rules"][k], credit_NT, batch, offers)
             rule_states.append(rule_state)
@@ -139,7 +142,7 @@ class Method:
         Ranks and micro-batches are cut later (``shard``) and change nothing.
         """
         if num_updates < 1:
-            raise ValueError(f"plan: num_steps must be at least 1, got {num_updates}.")
+            raise ValueError(f"plan: num_updates must be at least 1, got {num_updates}.")
         group_N, reward_N, length_N = (
             batch.group_N.cpu(),
             batch.reward_N.cpu(),
@@ -151,7 +154,7 @@ class Method:
             reward_N,
             length_N,
             num_updates=num_updates,
-            generator=seeded(seed, batch_number, "plan"),
+            generator=seeded_generator(seed, batch_number, "plan"),
         )
         return Plan(
             tuple(updates),
@@ -236,7 +239,7 @@ class Method:
         metrics = {
             f"controller/{name}/{key}": float(value) for key, value in control.metrics.items()
         }
-        return changed(self, control.settings), control.state, metrics
+        return change_axes(self, control.settings), control.state, metrics
 
     def _check_columns(self, batch: TokenBatch) -> None:
         for stage in self.stages:
@@ -247,7 +250,7 @@ class Method:
                     raise ValueError(f"{base(stage).__name__} reads {column}. {missing}") from None
 
 
-def changed(method: Method, axes: dict[str, Any]) -> Method:
+def change_axes(method: Method, axes: dict[str, Any]) -> Method:
     """A method with some axes changed.
 
     A name, a mapping with ``name``, a function or a list of them replaces the axis; a mapping

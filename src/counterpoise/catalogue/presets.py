@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from counterpoise.catalogue.method import AXES, Method, changed
+from counterpoise.catalogue.method import AXES, Method, change_axes
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.errors import nearest
 from counterpoise.stage import bound, describe, parameters
 from counterpoise.types import COLUMNS, TokenBatch
 
-ENTRY_POINTS = "counterpoise.catalogue.method"
+ENTRY_POINTS = "counterpoise.methods"
 CLIP = {"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}
 CLIP_HIGHER = {"name": "clipped", "clip_low": 0.2, "clip_high": 0.28}
 DELTA_CLIP = {**CLIP_HIGHER, "dual_clip": 10.0}
@@ -43,7 +43,7 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2503.20783",
         {"advantage": "group_mean", "loss": CLIP, "reduction": "constant_length"},
     ),
-    "dapo": ("Clip-higher and one token mean over the batch.", "arXiv 2503.14476", {}),
+    "dapo": ("Clip-higher and one token mean over the update.", "arXiv 2503.14476", {}),
     "gspo": (
         "One ratio a rollout, clipped as a whole.",
         "arXiv 2507.18071",
@@ -223,7 +223,7 @@ def method(name: str, **axes: Any) -> Method:
     frozenset({'entropy_NT'})
     """
     load_plugins()
-    made = changed(_preset(name), axes)
+    made = change_axes(_preset(name), axes)
     dry_run(made)
     return made
 
@@ -249,7 +249,7 @@ def register_method(name: str, made: Method) -> Method:
 
 
 def load_plugins() -> None:
-    """Run every entry point of the group ``counterpoise.catalogue.method`` once; one that fails is
+    """Run every entry point of the group ``counterpoise.methods`` once; one that fails is
     named in a warning.
     """
     global _plugins_loaded
@@ -291,7 +291,7 @@ def _preset(name: str) -> Method:
     summary, reference, axes = PRESETS[name]
     unset: Any = None
     blank = Method(name, unset, (), (), unset, unset, reference=reference, summary=summary)
-    return changed(blank, {**DEFAULT, **axes})
+    return change_axes(blank, {**DEFAULT, **axes})
 
 
 def _example(made: Method) -> TokenBatch:

@@ -42,13 +42,13 @@ def compare(
     Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
     """
     from counterpoise.report.compare import as_json, comparison
-    from counterpoise.report.groups import grouped
+    from counterpoise.report.groups import group_runs
     from counterpoise.report.page import write_report
     from counterpoise.run.read import open_run
     from counterpoise.text import visible
 
     settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
-    found = comparison(grouped([open_run(path) for path in runs]), **settings)
+    found = comparison(group_runs([open_run(path) for path in runs]), **settings)
     path = write_report(runs, out, **settings)[0] if page else None
     if json_:
         print(json.dumps(as_json(found) | {"page": str(path) if path else None}))

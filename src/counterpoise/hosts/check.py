@@ -75,7 +75,7 @@ def check_verl() -> list[Check]:
     """
     from counterpoise.hosts.verl import register as verl
 
-    found = verl.registered()
+    found = verl.registration()
     counts = (
         f"{len(found.estimators)} estimators, {len(found.losses)} losses, {len(found.trainers)}"
         " trainers"

@@ -27,7 +27,7 @@ from counterpoise.ledger.calculus.logprobs import (
     Params,
     Texts,
     at,
-    copied,
+    copy_params,
     of_model,
     trainable,
 )
@@ -36,7 +36,7 @@ from counterpoise.ledger.calculus.snapshot import Snapshot, restore, snapshot
 from counterpoise.ledger.measures.categories import CATEGORIES, categories, load_categories
 from counterpoise.ledger.measures.changes import cancellation, change_sign, is_flip
 from counterpoise.ledger.measures.classes import DECOMPOSITIONS, Facts, token_classes
-from counterpoise.ledger.measures.drift import drift, filled
+from counterpoise.ledger.measures.drift import drift, fill_bank
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.measures.sharing import Sharing, sharing
@@ -65,11 +65,11 @@ __all__ = [
     "change_along",
     "change_sign",
     "class_gradients",
-    "copied",
+    "copy_params",
     "coupling_table",
     "decompose",
     "drift",
-    "filled",
+    "fill_bank",
     "forward_mode",
     "head_cancellation",
     "head_change",

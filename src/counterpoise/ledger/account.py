@@ -97,7 +97,7 @@ def account(
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    scores = scored(model, before, texts, head_response(model, updates), noise_floor)
+    scores = score_update(model, before, texts, head_response(model, updates), noise_floor)
     columns = update_columns(rows, loss, scores)
     if scores.kl_NT is None:
         notes.append(
@@ -131,7 +131,7 @@ def account(
     return Account(columns, notes)
 
 
-def scored(
+def score_update(
     model: Any,
     before: Params,
     texts: Texts,
@@ -177,9 +177,9 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
         "coef": loss.coef_NT,
         "scale": rows.scale_NT,
         "is_clipped": loss.clipped_NT,
-        "importance_ratio": loss.ratio_NT,
-        "trainer_logprobs": scores.logp_before_NT,
-        "trainer_logprobs_after": scores.logp_after_NT,
+        "ratio": loss.ratio_NT,
+        "trainer_logp": scores.logp_before_NT,
+        "trainer_logp_after": scores.logp_after_NT,
         "delta": delta_NT,
         "noise_floor": torch.full_like(delta_NT, scores.noise_floor),
         "change": change_NT,
@@ -238,16 +238,16 @@ def _change(model: Any, before: Params, texts: Texts, updates: HeadResponse | No
         start, head_state(model, texts), target_M, temperature=texts.temperature, response=updates
     )
 
-    def placed(column: Tensor) -> Tensor:
+    def place_tokens(column: Tensor) -> Tensor:
         return column.new_zeros(texts.mask_NT.shape).masked_scatter(texts.mask_NT, column)
 
     kl_NT, own_NT = (
-        None if column is None else placed(column) for column in (change.kl_M, change.own_M)
+        None if column is None else place_tokens(column) for column in (change.kl_M, change.own_M)
     )
     return HeadChange(
-        placed(change.logp_before_M),
-        placed(change.logp_after_M),
-        placed(change.entropy_M),
+        place_tokens(change.logp_before_M),
+        place_tokens(change.logp_after_M),
+        place_tokens(change.entropy_M),
         kl_NT,
         own_NT,
     )

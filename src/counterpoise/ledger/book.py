@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from counterpoise.ledger.account import account
 from counterpoise.ledger.calculus.decompose import forward_mode
-from counterpoise.ledger.calculus.logprobs import Params, Texts, copied, of_model, trainable
-from counterpoise.ledger.measures.categories import categories, named
+from counterpoise.ledger.calculus.logprobs import Params, Texts, copy_params, of_model, trainable
+from counterpoise.ledger.measures.categories import categories, name_tokens
 from counterpoise.ledger.measures.classes import Facts, check_axes, token_classes
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.measures.sharing import Sharing, sharing
@@ -95,7 +95,7 @@ class Book:
         )
         distinct_I, index_NT = torch.unique(batch.token_ids_NT, return_inverse=True)
         self.vocabulary = token_texts(distinct_I.tolist())
-        names, why = named(settings.categories, self.vocabulary)
+        names, why = name_tokens(settings.categories, self.vocabulary)
         self.facts = _facts(batch, credit, names, index_NT)
         self.columns: dict[str, Tensor] = {"vocabulary_index": index_NT.cpu()}
         self.notes: list[str] = [] if why is None else [why]
@@ -110,7 +110,7 @@ class Book:
         """Keep the parameters, and the gradient when the optimizer gets it; call just before an
         update.
         """
-        self._before, self._gradient = copied(trainable(self.model)), None
+        self._before, self._gradient = copy_params(trainable(self.model)), None
         self._hook = self.optimizer.register_step_pre_hook(self._keep_gradient)
 
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Book, Settings, filled, load_categories, within_memory
+from counterpoise.ledger import Book, Settings, fill_bank, load_categories, within_memory
 from counterpoise.ledger.measures.drift import drift
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.policy import Policy, measure
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_file, write_table
-from counterpoise.trainer.collect import Collected, autocast
+from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.update import Update, budget_that_fits
-from counterpoise.types import Credit
+from counterpoise.types import Credit, RolloutBatch
 
 log = logging.getLogger("counterpoise.ledger")
 
@@ -35,7 +35,7 @@ def observe(
     run_dir: Path,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    collected: Collected,
+    collected: RolloutBatch,
     credit: Credit,
     config: Config,
     state: LoopState,
@@ -59,7 +59,7 @@ class Observer:
         run_dir: Path,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
-        collected: Collected,
+        collected: RolloutBatch,
         credit: Credit,
         config: Config,
         state: LoopState,
@@ -153,7 +153,7 @@ class Observer:
             row[keep].tolist() for row, keep in zip(batch.token_ids_NT.cpu(), batch.mask_NT.cpu())
         ]
         names = [self.collected.prompts[g].id for g in batch.group_N.tolist()]
-        self.state["bank"] = filled(
+        self.state["bank"] = fill_bank(
             bank, size, names, self.collected.prompt_ids, ids, (batch.reward_N > 0.5).tolist()
         )
 

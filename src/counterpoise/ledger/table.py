@@ -62,9 +62,9 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "reward": batch.reward_N[:, None],
         "advantage": credit.advantage_N[:, None],
         "sign": credit.advantage_N.sign()[:, None].to(torch.int8),
-        "weights": credit.weight_NT,
-        "advantages": credit.credit_NT,
-        "inference_logprobs": batch.sampler_logp_NT,
+        "weight": credit.weight_NT,
+        "credit": credit.credit_NT,
+        "sampler_logp": batch.sampler_logp_NT,
         "confidence": batch.sampler_logp_NT.exp(),
     }
     return {

@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoise.losses.ratio import clip_by_side
 from counterpoise.losses.token_loss import Parts, check_number, log_ratio, token_loss
 from counterpoise.maths.covariance import token_covariance
-from counterpoise.maths.reduce import seeded
+from counterpoise.maths.reduce import seeded_generator
 from counterpoise.types import Rows
 
 
@@ -43,7 +43,7 @@ def _update_dropped(
     order_N = rows.row_R.argsort()
     band_NT = ((cov_NT > low) & (cov_NT < high) & rows.mask_NT & ~is_cut_NT)[order_N]
     place_K2 = band_NT.nonzero()
-    generator = seeded(seed, 0, f"clip_cov/{rows.row_R[order_N].tolist()}")
+    generator = seeded_generator(seed, 0, f"clip_cov/{rows.row_R[order_N].tolist()}")
     drawn_K = torch.randperm(len(place_K2), generator=generator)[
         : _num_chosen(fraction, rows.mask_NT)
     ].to(place_K2.device)

@@ -22,7 +22,7 @@ def group_softmax(value_N: Tensor, by_group: Groups) -> Tensor:
     return exp_N / by_group.sum(exp_N)[by_group.index_N]
 
 
-def standardised(reward_N: Tensor, by_group: Groups) -> Tensor:
+def standardise(reward_N: Tensor, by_group: Groups) -> Tensor:
     """(R - mean) / population std of the group; 0 where all rewards of the group are equal.
 
     >>> standardised(torch.tensor([1.0, 0.0, 3.0]), groups(torch.tensor([0, 0, 1]))).tolist()
@@ -39,7 +39,7 @@ def _update_pull(update_logp_NT: Tensor, rows: Rows, *, temperature: float) -> T
     check_number("target", above=0, temperature=temperature)
     by_group = groups(rows.group_N)
     sampler_logp_N, trainer_logp_N = rows.sampler_logp_NT.sum(1), update_logp_NT.sum(1)
-    tilt_N = standardised(rows.reward_N.to(trainer_logp_N.dtype), by_group) / temperature
+    tilt_N = standardise(rows.reward_N.to(trainer_logp_N.dtype), by_group) / temperature
     pull_N = group_softmax(sampler_logp_N + tilt_N, by_group) - group_softmax(
         trainer_logp_N, by_group
     )

@@ -54,7 +54,7 @@ def over_ranks(group: Any = None) -> Reduce:
     return Reduce(sum=all_sum, cat=all_cat)
 
 
-def seeded(seed: int, batch_number: int, purpose: str) -> torch.Generator:
+def seeded_generator(seed: int, batch_number: int, purpose: str) -> torch.Generator:
     """A generator derived from (seed, batch, purpose): the same on every machine and rank.
 
     >>> torch.equal(torch.rand(2, generator=seeded(0, 1, "plan")), torch.rand(2, generator=seeded(0, 1, "plan")))

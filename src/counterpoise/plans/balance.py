@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.plans.orders import check_updates, deal, joined, rows_by_prompt, shuffled
+from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
 from counterpoise.stage import bindable
 
 MODES = ("groups", "per_query", "buffer")
@@ -66,7 +66,7 @@ def reward_balanced(
         return _buffer(is_positive_N, num_updates, update_size, low, high, generator)
     rows_P = rows_by_prompt(group_N)
     check_updates("reward_balanced", num_updates, len(rows_P), "prompts")
-    rows_P = [rows_P[p] for p in shuffled(len(rows_P), generator)]
+    rows_P = [rows_P[p] for p in shuffle(len(rows_P), generator)]
     if mode == "per_query":
         updates = _per_query(rows_P, is_positive_N, num_updates, generator)
     else:
@@ -146,7 +146,7 @@ def _groups(
     if len(blocks) < num_updates:
         return []
     updates = _inside(blocks, num_updates, low, high) or _level(blocks, num_updates)
-    return [joined(block.row_R for block in update) for update in updates]
+    return [join_blocks(block.row_R for block in update) for update in updates]
 
 
 def _inside(
@@ -244,7 +244,7 @@ def _buffer(
         for side, count in zip(sides, counts)
     )
     # tensor_split puts the longer parts first: turned round for one side, updates stay equal in size
-    return [joined(pair) for pair in zip(positives, negatives[::-1])]
+    return [join_blocks(pair) for pair in zip(positives, negatives[::-1])]
 
 
 def _largest(num_pos: int, num_neg: int, low: float) -> int:
@@ -253,4 +253,4 @@ def _largest(num_pos: int, num_neg: int, low: float) -> int:
 
 
 def _drawn(row_R: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    return row_R[shuffled(len(row_R), generator)[:count]]
+    return row_R[shuffle(len(row_R), generator)[:count]]

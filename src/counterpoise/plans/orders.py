@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from counterpoise.maths.reduce import groups, seeded
+from counterpoise.maths.reduce import groups, seeded_generator
 from counterpoise.stage import bindable
 
 
@@ -48,7 +48,7 @@ def query_preserved(
     """
     rows_P = rows_by_prompt(group_N)
     check_updates("query_preserved", num_updates, len(rows_P), "prompts")
-    return deal([rows_P[p] for p in shuffled(len(rows_P), generator)], num_updates)
+    return deal([rows_P[p] for p in shuffle(len(rows_P), generator)], num_updates)
 
 
 @bindable
@@ -71,7 +71,7 @@ def random_rows(
     ([2, 2], [0, 1, 2, 3])
     """
     check_updates("random_rows", num_updates, len(group_N), "rollouts")
-    return _cut(torch.tensor(shuffled(len(group_N), generator)), num_updates)
+    return _cut(torch.tensor(shuffle(len(group_N), generator)), num_updates)
 
 
 @bindable
@@ -118,7 +118,7 @@ def round_robin(
 def check_updates(name: str, num_updates: int, available: int, what: str) -> None:
     """Every update needs at least one prompt (or rollout)."""
     if not isinstance(num_updates, int) or num_updates < 1:
-        raise ValueError(f"{name}: num_steps must be an integer >= 1, got {num_updates!r}.")
+        raise ValueError(f"{name}: num_updates must be an integer >= 1, got {num_updates!r}.")
     if available < num_updates:
         raise ValueError(
             f"{name}: {num_updates} updates need at least {num_updates} {what}, got"
@@ -132,9 +132,9 @@ def rows_by_prompt(group_N: Tensor) -> list[Tensor]:
     return list(torch.argsort(by_prompt.index_N, stable=True).split(by_prompt.size_P.tolist()))
 
 
-def shuffled(count: int, generator: torch.Generator | None) -> list[int]:
+def shuffle(count: int, generator: torch.Generator | None) -> list[int]:
     """A permutation of 0 .. count-1 drawn from the generator; from a fixed seed if there is none."""
-    return torch.randperm(count, generator=generator or seeded(0, 0, "plan")).tolist()
+    return torch.randperm(count, generator=generator or seeded_generator(0, 0, "plan")).tolist()
 
 
 def deal(blocks: Sequence[Tensor], num_updates: int) -> list[Tensor]:
@@ -146,10 +146,10 @@ def deal(blocks: Sequence[Tensor], num_updates: int) -> list[Tensor]:
         num_rows, k = heap[0]
         held[k].append(block)
         heapq.heapreplace(heap, (num_rows + len(block), k))
-    return [joined(blocks) for blocks in held]
+    return [join_blocks(blocks) for blocks in held]
 
 
-def joined(blocks: Iterable[Tensor]) -> Tensor:
+def join_blocks(blocks: Iterable[Tensor]) -> Tensor:
     """The rows of some blocks, ascending."""
     return torch.cat(list(blocks)).sort().values
 

@@ -119,7 +119,7 @@ def load_model(
             place = (
                 source.place
                 if source.gguf_file is None
-                else converted(source.place, source.gguf_file)
+                else convert_gguf(source.place, source.gguf_file)
             )
             tokenizer = AutoTokenizer.from_pretrained(place)
             model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
@@ -130,7 +130,7 @@ def load_model(
     return Policy(model.to(device), tokenizer, stop_ids, spec)
 
 
-def converted(place: str, gguf_file: str) -> str:
+def convert_gguf(place: str, gguf_file: str) -> str:
     """The folder in the cache with the weights of a GGUF file in float32; made if it is not there."""
     file = Path(place, gguf_file).stat()
     key = hashlib.sha256(f"{gguf_file} {file.st_size} {file.st_mtime_ns}".encode()).hexdigest()[:16]

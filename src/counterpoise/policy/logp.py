@@ -17,7 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoise.maths.head import HeadScores, head_logp, logits_scores
 from counterpoise.policy.backbone import Backbone, backbone, eager
-from counterpoise.policy.pack import Packed, hidden_of, own_logits, packed, placed, shares_prompts
+from counterpoise.policy.pack import (
+    Packed,
+    hidden_of,
+    own_logits,
+    pack_rows,
+    place_tokens,
+    shares_prompts,
+)
 
 
 class TokenScores(NamedTuple):
@@ -86,12 +93,12 @@ def token_logp(
     """
     parts = backbone(model)
     share = reads_prompts_once(parts, fused=fused)
-    rows = packed(prompt_ids, token_ids_NT, mask_NT, model.device, share=share)
+    rows = pack_rows(prompt_ids, token_ids_NT, mask_NT, model.device, share=share)
     scores = _scores(model, parts, rows, temperature, chunk, with_entropy, fused)
-    logp_NT = placed(scores.logp_M, rows, mask_NT)
+    logp_NT = place_tokens(scores.logp_M, rows, mask_NT)
     if scores.entropy_M is None:
         return logp_NT
-    return TokenScores(logp_NT, placed(scores.entropy_M, rows, mask_NT))
+    return TokenScores(logp_NT, place_tokens(scores.entropy_M, rows, mask_NT))
 
 
 def reads_prompts_once(parts: Backbone, *, fused: bool = True) -> bool:

@@ -24,7 +24,7 @@ from counterpoise.policy.pack import (
     Packed,
     hidden_of,
     own_logits,
-    packed,
+    pack_rows,
     response_lengths,
     row_buckets,
     shares_prompts,
@@ -122,7 +122,7 @@ def _forward(
             prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
         ):
             row_B = torch.tensor(picked, device=token_ids_NT.device)
-            rows = packed(
+            rows = pack_rows(
                 [prompt_ids[row] for row in picked],
                 token_ids_NT[row_B],
                 mask_NT[row_B],

@@ -26,7 +26,7 @@ from counterpoise.policy.prefix import (
     num_laid_out,
     prefixes,
 )
-from counterpoise.policy.prompts import padded
+from counterpoise.policy.prompts import pad_prompts
 
 
 class Whole(NamedTuple):
@@ -50,7 +50,7 @@ def shares_prompts(parts: Backbone) -> bool:
     return parts.head is not None and can_share(parts.decoder)
 
 
-def packed(
+def pack_rows(
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -83,14 +83,14 @@ def whole(
     """Prompts and responses end to end, right-padded with 0; ``own`` are the responses' lengths."""
     device, lengths = token_ids_NT.device, [len(prompt) for prompt in prompt_ids]
     length_N, last = torch.tensor(lengths, device=device), max(a + b for a, b in zip(lengths, own))
-    ids_NL = torch.nn.functional.pad(padded(prompt_ids, device), (0, token_ids_NT.shape[1]))
+    ids_NL = torch.nn.functional.pad(pad_prompts(prompt_ids, device), (0, token_ids_NT.shape[1]))
     ids_NL.scatter_(
         1, length_N[:, None] + torch.arange(token_ids_NT.shape[1], device=device), token_ids_NT
     )
     return Whole(ids_NL[:, :last], length_N[row_M] + column_M - 1)
 
 
-def placed(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
+def place_tokens(value_M: Tensor, rows: Packed, mask_NT: Tensor) -> Tensor:
     """One value a response token back on [N, T]; 0 elsewhere."""
     flat_M = rows.row_M * mask_NT.shape[1] + rows.column_M
     return value_M.new_zeros(mask_NT.numel()).index_put((flat_M,), value_M).view(mask_NT.shape)
@@ -144,7 +144,7 @@ def response_lengths(mask_NT: Tensor) -> list[int]:
 def row_buckets(
     prompt_ids: Sequence[Sequence[int]], lengths: Sequence[int], token_budget: int, *, share: bool
 ) -> list[list[int]]:
-    """Rows in batches of at most ``token_budget`` tokens as ``packed`` lays them out, padding
+    """Rows in batches of at most ``token_budget`` tokens as ``pack_rows`` lays them out, padding
     included; the shortest first.
 
     With ``share`` the rows of a prompt stay together unless they alone are over the budget. A row

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from counterpoise.policy.prompts import distinct, padded
+from counterpoise.policy.prompts import distinct, pad_prompts
 from counterpoise.sampling.decoder import rotates_by_length
 
 NAME = "counterpoise_prefix"
@@ -92,7 +92,7 @@ def prefixes(
     grain = GRAIN if device.type == "cuda" else 1
     ids_NS = token_ids_NT[:, : width - 1]
     return Prefixes(
-        padded(different, device, grain),
+        pad_prompts(different, device, grain),
         torch.tensor([len(prompt) for prompt in different], device=device),
         torch.tensor(number, device=device),
         F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),

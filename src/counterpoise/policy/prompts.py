@@ -18,7 +18,9 @@ def distinct(prompt_ids: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]]
     return list(number), [number[tuple(prompt)] for prompt in prompt_ids]
 
 
-def padded(prompt_ids: Sequence[Sequence[int]], device: torch.device, grain: int = 1) -> Tensor:
+def pad_prompts(
+    prompt_ids: Sequence[Sequence[int]], device: torch.device, grain: int = 1
+) -> Tensor:
     """Token ids [P, W], right-padded with 0 to the longest, or to the next multiple of ``grain``.
 
     >>> padded([[7, 8], [9]], torch.device("cpu"), grain=4).tolist()

@@ -5,6 +5,6 @@ Each writes raw data, a figure and a summary, and leaves the run as it was.
 
 from counterpoise.probes.runner import PROBES, Probe, pool, run_probe
 from counterpoise.probes.scene import Scene, open_scene
-from counterpoise.probes.updates import Change, tried
+from counterpoise.probes.updates import Change, try_update
 
-__all__ = ["PROBES", "Change", "Probe", "Scene", "open_scene", "pool", "run_probe", "tried"]
+__all__ = ["PROBES", "Change", "Probe", "Scene", "open_scene", "pool", "run_probe", "try_update"]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, joined
+from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, join_frames
 from counterpoise.probes.scene import Scene
-from counterpoise.probes.updates import tried
+from counterpoise.probes.updates import try_update
 from counterpoise.types import Rows
 
 SIDES = {"full": (-1, 0, 1), "positives": (1,), "negatives": (-1,)}
@@ -44,7 +44,7 @@ def probe(scene: Scene, output: Output) -> None:
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Flip rates and shares from the variants' tables, of one batch or of several."""
     parts = [tables[name] for name in VARIANTS]
-    table = joined(parts)
+    table = join_frames(parts)
     numbers: dict[str, Any] = {
         "num_tokens": len(parts[0]),
         "num_prompts": int(parts[0]["group"].nunique()),
@@ -67,7 +67,7 @@ def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
 def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
     """The change of every token under a variant, [R, T], and the noise floor."""
     if variant == "head":
-        found = tried(scene, rows)
+        found = try_update(scene, rows)
         if found.head_delta_RT is None:
             raise ValueError(
                 "counterfactual: the model's head is not plain, so there is no head-only update."
@@ -75,7 +75,7 @@ def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
             )
         return found.head_delta_RT, found.scores.noise_floor
     side, _, fresh = variant.partition("_")
-    found = tried(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
+    found = try_update(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
     return found.delta_RT, found.scores.noise_floor
 
 

@@ -18,7 +18,7 @@ from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.intervals import clustered, error_bars, interval, means
 from counterpoise.probes.output import Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
-from counterpoise.probes.updates import tried
+from counterpoise.probes.updates import try_update
 from counterpoise.trainer.collect import autocast
 
 
@@ -81,7 +81,7 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
 def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
     """The causal probe on the batch's first update as it was taken."""
     rows, model = scene.rows, scene.policy.model
-    found = tried(scene, rows)
+    found = try_update(scene, rows)
     texts = scene.texts(rows.row_R)
     weight_RT = found.update.loss.coef_NT * rows.scale_NT * found.update.clip_factor
     logprobs, scorer = of_model(model, texts, lambda: autocast(model)), of_model(model, texts)

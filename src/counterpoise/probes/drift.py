@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import filled, restore
+from counterpoise.ledger import fill_bank, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.drift import drift
 from counterpoise.policy import measure
@@ -87,7 +87,7 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
     bank: list[Entry] = []
     for path in sorted((scene.run_dir / "rollouts").glob("batch_*.parquet")):
         if batch_of(path) <= scene.batch_number and len(bank) < size:
-            bank = extended(bank, size, path)
+            bank = extend_bank(bank, size, path)
     if not bank:
         raise ValueError(
             f"drift: no prompt up to batch {scene.batch_number} has two distinct verified solutions, so"
@@ -96,12 +96,12 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
     return bank
 
 
-def extended(bank: list[Entry], size: int, path: Path) -> list[Entry]:
+def extend_bank(bank: list[Entry], size: int, path: Path) -> list[Entry]:
     found = read_rollouts(path)
     batch = found.batch
     ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT, batch.mask_NT)]
     names = [found.prompts[g].id for g in batch.group_N.tolist()]
-    return filled(bank, size, names, found.prompt_ids, ids, (batch.reward_N > 0.5).tolist())
+    return fill_bank(bank, size, names, found.prompt_ids, ids, (batch.reward_N > 0.5).tolist())
 
 
 def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:

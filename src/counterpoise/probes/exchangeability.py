@@ -196,17 +196,17 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         found = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
         mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
         out.add_bar(
-            x=[wrapped(loss) for loss in found],
+            x=[wrap_title(loss) for loss in found],
             y=mean,
             error_y=bars,
             name=name,
             marker_color=colour,
         )
     out.update_layout(title="What a loss leaves at shared tokens beyond what equal weights would")
-    out.update_xaxes(categoryorder="array", categoryarray=[wrapped(loss) for loss in numbers])
+    out.update_xaxes(categoryorder="array", categoryarray=[wrap_title(loss) for loss in numbers])
     return out.update_yaxes(title="mean |excess residual|, 95% interval")
 
 
-def wrapped(loss: str) -> str:
+def wrap_title(loss: str) -> str:
     """A label on several lines."""
     return loss.replace(", ", ",<br>").replace(" ", "<br>", 1)

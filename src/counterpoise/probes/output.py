@@ -89,13 +89,11 @@ def write_summary(
             "folder": str(folder),
             "no_figure": "plotly is not installed: pip install 'counterpoise[report]'",
         }
-    write_text(
-        folder / "figure.html", dressed(draw()).to_html(include_plotlyjs=True, full_html=True)
-    )
+    write_text(folder / "figure.html", dress(draw()).to_html(include_plotlyjs=True, full_html=True))
     return {**summary, "folder": str(folder)}
 
 
-def dressed(figure: Drawing) -> Drawing:
+def dress(figure: Drawing) -> Drawing:
     """The common looks: a legend in one line under the title, exponents as powers of ten."""
     legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
     figure.update_layout(
@@ -114,7 +112,7 @@ def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
     """
     names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]
     return {
-        name: joined([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)])
+        name: join_frames([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)])
         for name in names
     }
 
@@ -125,7 +123,7 @@ def read(path: Path) -> Frame:
     return pd.read_parquet(path)
 
 
-def joined(frames: list[Frame]) -> Frame:
+def join_frames(frames: list[Frame]) -> Frame:
     """Frames one after another, rows numbered anew."""
     import pandas as pd
 

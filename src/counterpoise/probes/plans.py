@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.maths.reduce import seeded
+from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit
 from counterpoise.run.files import batch_file, batch_of
 from counterpoise.stage import call
@@ -137,7 +137,7 @@ def plans_of(
         out["as trained"] = [torch.tensor(rows, dtype=torch.long) for rows in manifest["rows"]]
     for name, label in LABELS.items():
         try:
-            generator = seeded(seed, batch_of(file) if source.is_dir() else 0, "plan")
+            generator = seeded_generator(seed, batch_of(file) if source.is_dir() else 0, "plan")
             out[label] = call(
                 PLANS[name],
                 batch.group_N,

@@ -25,9 +25,9 @@ from counterpoise.policy import load_model
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Drawing, write_summary
 from counterpoise.probes.scene import Scene, open_scene
-from counterpoise.probes.updates import tried
+from counterpoise.probes.updates import try_update
 from counterpoise.run.files import write_table
-from counterpoise.trainer.collect import measured
+from counterpoise.trainer.collect import measure_columns
 from counterpoise.types import Credit, TokenBatch
 
 LONGEST = 100  # letters of a folder's name
@@ -120,7 +120,7 @@ def assign(scene: Scene, method: Method) -> Assigned:
         reference = load_model(
             scene.config.model, dtype=torch.float32, device=scene.policy.model.device
         ).model
-    collected = measured(scene.policy, method, scene.config, scene.collected, reference)
+    collected = measure_columns(scene.policy, method, scene.config, scene.collected, reference)
     state = scene.state.method if method.describe() == scene.method.describe() else None
     return Assigned(
         method,
@@ -184,7 +184,7 @@ def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
         "sign": scene.credit.advantage_N[row_R].sign()[:, None],
     }
     for label, one in assigned.items():
-        change = tried(scene, one.method.rows(one.batch, one.credit, row_R), method=one.method)
+        change = try_update(scene, one.method.rows(one.batch, one.credit, row_R), method=one.method)
         columns |= {f"delta/{label}": change.delta_RT, f"change/{label}": change.sign_RT}
     mask_RT = scene.collected.batch.mask_NT[row_R]
     return pd.DataFrame(

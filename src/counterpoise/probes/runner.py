@@ -119,7 +119,7 @@ def make_tables(
 ) -> Output:
     """The raw data of a probe alone, without numbers and figure."""
     chosen = probe_of(name)
-    whole = chosen.settings | checked(name, settings or {}, chosen.settings)
+    whole = chosen.settings | check_settings(name, settings or {}, chosen.settings)
     read_config(run_dir)
     batch_number = (
         last_batch(run_dir, chosen.needs_snapshot) if batch_number is None else batch_number
@@ -184,7 +184,7 @@ def probe_of(name: str) -> Probe:
     return PROBES[name]
 
 
-def checked(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+def check_settings(name: str, given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """Settings with known names and values of the default's type."""
     for key, value in given.items():
         if key not in known:

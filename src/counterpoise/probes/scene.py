@@ -21,11 +21,11 @@ from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_file, batch_of
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import Collected, measured, prompts_from
+from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy, set_rate
 from counterpoise.trainer.update import adamw
-from counterpoise.types import Credit, Plan, Rows
+from counterpoise.types import Credit, Plan, RolloutBatch, Rows
 
 
 class Scene(NamedTuple):
@@ -42,7 +42,7 @@ class Scene(NamedTuple):
     optimizer: torch.optim.Optimizer
     state: LoopState
     task: Any
-    collected: Collected
+    collected: RolloutBatch
     credit: Credit
     plan: Plan
 
@@ -86,7 +86,7 @@ def open_scene(run_dir: Path, batch_number: int) -> Scene:
     collected = with_prompts(
         saved_batch(run_dir, batch_number, config, policy), task, config, state
     )
-    collected = measured(policy, method, config, collected, reference)
+    collected = measure_columns(policy, method, config, collected, reference)
     credit = method.assign(
         collected.batch, state.method, seed=config.seed, batch_number=batch_number
     )
@@ -139,7 +139,7 @@ def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
     )
 
 
-def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy) -> Collected:
+def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy) -> RolloutBatch:
     """The batch of a batch on the policy's device."""
     collected = read_rollouts(
         batch_file(run_dir, "rollouts", batch_number, ".parquet"),
@@ -151,7 +151,9 @@ def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy
     return collected._replace(batch=collected.batch.replace(**columns))
 
 
-def with_prompts(collected: Collected, task: Any, config: Config, state: LoopState) -> Collected:
+def with_prompts(
+    collected: RolloutBatch, task: Any, config: Config, state: LoopState
+) -> RolloutBatch:
     """Prompts as the task gives them (files keep no ``meta``); the saved ones where the stream has
     others by now.
     """
@@ -162,6 +164,6 @@ def with_prompts(collected: Collected, task: Any, config: Config, state: LoopSta
     )
 
 
-def placed(values_M: Tensor, mask_NT: Tensor, fill: Any = 0) -> Tensor:
+def place_tokens(values_M: Tensor, mask_NT: Tensor, fill: Any = 0) -> Tensor:
     """Token values laid end to end, back in their places."""
     return values_M.new_full(mask_NT.shape, fill).masked_scatter(mask_NT, values_M)

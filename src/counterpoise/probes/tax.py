@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Sharing, copied, restore, sharing, trainable
-from counterpoise.ledger.account import scored
+from counterpoise.ledger import Sharing, copy_params, restore, sharing, trainable
+from counterpoise.ledger.account import score_update
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.intervals import error_bars, means
 from counterpoise.probes.output import Columns, Drawing, Frame, Output
 from counterpoise.probes.scene import Scene
-from counterpoise.probes.updates import forget, tried
+from counterpoise.probes.updates import forget, try_update
 from counterpoise.trainer.update import apply_update
 from counterpoise.types import Rows
 
@@ -58,7 +58,7 @@ def context_columns(scene: Scene) -> Columns:
     group = rows.group_N[:, None].expand_as(mask_RT)[mask_RT].tolist()
     out: Columns = {"variant": [], "group": [], "context": [], "kl": []}
     for variant, signs in SIDES.items():
-        kl_RT = tried(scene, rows, enters(rows, signs)).scores.kl_NT
+        kl_RT = try_update(scene, rows, enters(rows, signs)).scores.kl_NT
         if kl_RT is None:
             raise ValueError(
                 "tax: the model's head is not plain, so there are no distributions to compare."
@@ -98,16 +98,16 @@ def length_rows(scene: Scene) -> list[dict[str, Any]]:
     texts, saved, before = (
         scene.texts(rows.row_R),
         snapshot(model, optimizer),
-        copied(trainable(model)),
+        copy_params(trainable(model)),
     )
     out = []
     try:
         forget(optimizer)
         apply_update(model, optimizer, scene.method, rows, scene.collected, scene.config)
-        after = copied(trainable(model))
+        after = copy_params(trainable(model))
         for fraction in FRACTIONS:
             move(model, before, after, fraction)
-            kl_RT = scored(model, before, texts, None).kl_NT
+            kl_RT = score_update(model, before, texts, None).kl_NT
             assert kl_RT is not None
             out.append({"fraction": fraction, "kl": float(kl_RT[rows.mask_NT].double().mean())})
     finally:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Texts, copied, restore, trainable
-from counterpoise.ledger.account import Scores, head_state, scored
+from counterpoise.ledger import Texts, copy_params, restore, trainable
+from counterpoise.ledger.account import Scores, head_state, score_update
 from counterpoise.ledger.calculus.head_change import head_change
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone
-from counterpoise.probes.scene import Scene, placed
+from counterpoise.probes.scene import Scene, place_tokens
 from counterpoise.trainer.update import Update, apply_update
 from counterpoise.types import Rows
 
@@ -46,7 +46,7 @@ class Change(NamedTuple):
         return change_sign(self.delta_RT, self.scores.noise_floor)
 
 
-def tried(
+def try_update(
     scene: Scene,
     rows: Rows,
     enters_RT: Tensor | None = None,
@@ -70,14 +70,14 @@ def tried(
                 " of (all rollouts of its prompts earned the same?). Choose another update."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
-    saved, before = snapshot(model, optimizer), copied(trainable(model))
+    saved, before = snapshot(model, optimizer), copy_params(trainable(model))
     try:
         if not memory:
             forget(optimizer)
         update = apply_update(
             model, optimizer, method or scene.method, rows, scene.collected, scene.config
         )
-        scores = scored(model, before, texts := scene.texts(rows.row_R), None)
+        scores = score_update(model, before, texts := scene.texts(rows.row_R), None)
         head = backbone(model).head
         new_head = (
             None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())
@@ -96,7 +96,7 @@ def head_delta(model: Any, texts: Texts, new_head: Head) -> Tensor:
         texts.token_ids_NT[texts.mask_NT],
         temperature=texts.temperature,
     )
-    return placed(change.logp_after_M - change.logp_before_M, texts.mask_NT)
+    return place_tokens(change.logp_after_M - change.logp_before_M, texts.mask_NT)
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

@@ -17,10 +17,10 @@ from scipy.stats import rankdata
 
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Drawing, Frame, Output, joined
+from counterpoise.probes.output import Drawing, Frame, Output, join_frames
 from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
-from counterpoise.probes.updates import Change, tried
+from counterpoise.probes.updates import Change, try_update
 from counterpoise.sampling import branch
 from counterpoise.tasks import grade
 from counterpoise.trainer.collect import autocast
@@ -60,13 +60,14 @@ def probe(
     for origin in ORIGINS:
         of_origin = [row for row in found if row["origin"] == origin]
         output.table(
-            f"values_{origin}", lambda of_origin=of_origin: valued(scene, of_origin, samples, seed)
+            f"values_{origin}",
+            lambda of_origin=of_origin: value_tokens(scene, of_origin, samples, seed),
         )
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     """Means and paired differences, of one batch or of several."""
-    table = joined([tables[f"values_{origin}"] for origin in ORIGINS])
+    table = join_frames([tables[f"values_{origin}"] for origin in ORIGINS])
     return {origin: numbers_of(table[table["origin"] == origin]) for origin in ORIGINS} | {
         "both": numbers_of(table)
     }
@@ -79,7 +80,7 @@ def matched_pairs(
     two rows a pair.
     """
     rows = scene.rows
-    change = tried(scene, rows)
+    change = try_update(scene, rows)
     out: list[dict[str, Any]] = []
     for origin, sign in ORIGINS.items():
         sides = {
@@ -170,7 +171,7 @@ def match(
     return [(j, i) for i, j in found] if rare else found
 
 
-def valued(scene: Scene, rows: Records, samples: int, seed: int) -> Records:
+def value_tokens(scene: Scene, rows: Records, samples: int, seed: int) -> Records:
     """The pairs with ``value`` (the token in the prefix) and ``before`` (without it)."""
     batch = scene.collected.batch
     ids = [batch.token_ids_NT[row["row"]].tolist() for row in rows]

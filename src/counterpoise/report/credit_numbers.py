@@ -26,8 +26,8 @@ COLUMNS = (
     "rollout",
     "text",
     "sign",
-    "weights",
-    "advantages",
+    "weight",
+    "credit",
     "loss_mask",
     "delta",
     "is_flip",
@@ -100,9 +100,9 @@ def has(frame: Frame, *columns: str) -> bool:
 
 def category_mass(frame: Frame) -> dict[str, list[Row]]:
     """Share of the sum of |credit| that each category holds, within the tokens of each sign."""
-    if not has(frame, "category", "advantages", "sign", "group"):
+    if not has(frame, "category", "credit", "sign", "group"):
         return {}
-    mass = frame["advantages"].abs()
+    mass = frame["credit"].abs()
     out: dict[str, list[Row]] = {}
     order = mass.groupby(frame["category"]).sum().sort_values(ascending=False).index
     for sign, name in SIGNS.items():
@@ -212,9 +212,9 @@ class TopToken(NamedTuple):
 
 def top_tokens(frame: Frame, num: int = 12) -> tuple[list[TopToken], list[TopToken]]:
     """Token texts with the largest and the smallest sum of credit: (up, down)."""
-    if not has(frame, "text", "advantages", "group"):
+    if not has(frame, "text", "credit", "group"):
         return [], []
-    total = frame.groupby("text")["advantages"].sum().sort_values()
+    total = frame.groupby("text")["credit"].sum().sort_values()
     up = [text for text in total.index[::-1][:num] if total[text] > 0]
     down = [text for text in total.index[:num] if total[text] < 0]
     return [_top(frame, text) for text in up], [_top(frame, text) for text in down]
@@ -226,7 +226,7 @@ def _top(frame: Frame, text: str) -> TopToken:
     return TopToken(
         text,
         len(rows),
-        float(rows["advantages"].sum()),
-        by_cluster(rows["advantages"], rows["group"]),
+        float(rows["credit"].sum()),
+        by_cluster(rows["credit"], rows["group"]),
         delta,
     )

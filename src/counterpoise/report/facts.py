@@ -17,7 +17,7 @@ from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report.credit_numbers import flip_rates, tokens_of
 from counterpoise.report.groups import Group, eval_series, seed_of
 from counterpoise.run.read import RunFolder
-from counterpoise.text import number, shortened, with_interval
+from counterpoise.text import number, shorten, with_interval
 
 AXES = {
     "advantage": "one number a rollout",
@@ -260,7 +260,7 @@ def _setting(value: Any) -> str:
         return _setting(value[0])
     if value is None:
         return ""
-    return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 400)
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str), 400)
 
 
 def _batches_done(run: RunFolder) -> int:

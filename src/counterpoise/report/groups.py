@@ -52,7 +52,7 @@ class Curve(NamedTuple):
     interval: str
 
 
-def grouped(runs: list[RunFolder]) -> list[Group]:
+def group_runs(runs: list[RunFolder]) -> list[Group]:
     """Runs by configuration; the label is the method, with the settings that tell equal methods
     apart.
     """

@@ -22,7 +22,7 @@ from counterpoise.report import facts, samples
 from counterpoise.report.charts import cards as charts
 from counterpoise.report.charts.style import Drawing
 from counterpoise.report.compare import Comparison, comparison
-from counterpoise.report.groups import Group, grouped
+from counterpoise.report.groups import Group, group_runs
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
 from counterpoise.text import number, visible, with_interval
@@ -112,7 +112,7 @@ def content(runs: Sequence[RunFolder], *, batch: int | None = None, **compared: 
         raise ValueError(
             f"report: no run has tokens or rollouts of batch {batch}. Updates with tokens: {known[:20]}"
         )
-    groups = grouped(list(runs))
+    groups = group_runs(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
     drawn = [(chart, charts.draw(chart, groups, batch)) for chart in charts.CHARTS]

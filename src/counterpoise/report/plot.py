@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterpoise.report.charts import cards as charts
-from counterpoise.report.groups import grouped
+from counterpoise.report.groups import group_runs
 from counterpoise.run.read import RunFolder, open_run
 from counterpoise.run.tables import Run
 
@@ -37,7 +37,7 @@ def chart(name: str, runs: Source | Sequence[Source], batch: int | None = None) 
     if found is None:
         raise ValueError(f"plot: unknown chart {name!r}. Known: {', '.join(names())}.")
     several = [runs] if isinstance(runs, (str, Path, Run, RunFolder)) else runs
-    drawing = charts.draw(found, grouped([_folder(run) for run in several]), batch)
+    drawing = charts.draw(found, group_runs([_folder(run) for run in several]), batch)
     if drawing is None:
         raise ValueError(
             f"plot.{name}: these runs hold no data for {found.title!r}. {found.definition}"

@@ -130,10 +130,10 @@ def colour_column(tokens: Frame | None) -> str:
     """Credit, where the method told tokens of a rollout apart; under uniform credit what happened
     to them says more.
     """
-    if tokens is None or not has(tokens, "advantages"):
+    if tokens is None or not has(tokens, "credit"):
         return ""
-    spread = tokens.groupby("rollout")["advantages"].agg(lambda credit: credit.max() - credit.min())
-    return "delta" if float(spread.max()) < 1e-6 and has(tokens, "delta") else "advantages"
+    spread = tokens.groupby("rollout")["credit"].agg(lambda credit: credit.max() - credit.min())
+    return "delta" if float(spread.max()) < 1e-6 and has(tokens, "delta") else "credit"
 
 
 def colour_limit(tokens: Frame, column: str) -> float:
@@ -195,9 +195,7 @@ def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> Sampl
     return SamplePrompt(
         batch=batch,
         limit=colour_limit(tokens, column) if tokens is not None else 1.0,
-        coloured_by={"advantages": "credit", "delta": "the change of their log-prob"}.get(
-            column, ""
-        ),
+        coloured_by={"credit": "credit", "delta": "the change of their log-prob"}.get(column, ""),
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
@@ -231,7 +229,7 @@ def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
 
 
 def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
-    credit, delta = token.get("advantages", np.nan), token.get("delta", np.nan)
+    credit, delta = token.get("credit", np.nan), token.get("delta", np.nan)
     text = visible(token["text"], "\n").replace("\n", "⏎\n")
     return Token(
         text,

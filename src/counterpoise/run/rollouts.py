@@ -10,16 +10,15 @@ from torch import Tensor
 
 from counterpoise.run.files import write_table
 from counterpoise.run.schema import SCHEMA_VERSION
-from counterpoise.trainer.collect import Collected
-from counterpoise.types import Credit, Prompt, TokenBatch
+from counterpoise.types import Credit, Prompt, RolloutBatch, TokenBatch
 
 READ = (  # columns of a batch that a batch can be made again from
     *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
-    *("token_ids", "reward", "inference_logprobs", "entropy"),
+    *("token_ids", "reward", "sampler_logp", "entropy"),
 )
 
 
-def write_rollouts(path: Path, batch_number: int, collected: Collected, credit: Credit) -> None:
+def write_rollouts(path: Path, batch_number: int, collected: RolloutBatch, credit: Credit) -> None:
     """One row a rollout; token columns are lists without padding."""
     batch = collected.batch
     group = batch.group_N.tolist()
@@ -41,15 +40,15 @@ def write_rollouts(path: Path, batch_number: int, collected: Collected, credit: 
             "prompt_ids": collected.prompt_ids,
             "token_ids": ragged(batch.token_ids_NT, batch.mask_NT),
             "loss_mask": ragged(batch.mask_NT, batch.mask_NT),
-            "advantages": ragged(credit.credit_NT, batch.mask_NT),
-            "weights": ragged(credit.weight_NT, batch.mask_NT),
-            "inference_logprobs": ragged(batch.sampler_logp_NT, batch.mask_NT),
+            "credit": ragged(credit.credit_NT, batch.mask_NT),
+            "weight": ragged(credit.weight_NT, batch.mask_NT),
+            "sampler_logp": ragged(batch.sampler_logp_NT, batch.mask_NT),
             "entropy": ragged(batch.entropy_NT, batch.mask_NT),
         },
     )
 
 
-def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
+def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
     """The batch of a batch again, as it was when it was sampled and graded (columns that
     were measured are left out).
     """
@@ -86,12 +85,12 @@ def read_rollouts(path: Path, max_length: int | None = None) -> Collected:
         column["token_ids"],
         group=column["group"],
         reward=column["reward"],
-        sampler_logp=column["inference_logprobs"],
+        sampler_logp=column["sampler_logp"],
         entropy=column["entropy"],
         max_length=max_length,
     )
     prompts = [by_group[g] for g in sorted(by_group)]
-    return Collected(
+    return RolloutBatch(
         prompts, column["prompt_ids"], column["text"], column["stop_reason"], batch, 0, []
     )
 

@@ -23,9 +23,9 @@ ROLLOUT_COLUMNS = {
     "prompt_ids": "token ids of the prompt as the model read it",
     "token_ids": "token ids of the response",
     "loss_mask": "True on response tokens that take part in the loss",
-    "advantages": "credit: one signed number a token, what the loss gets",
-    "weights": "credit / advantage",
-    "inference_logprobs": "sampler log-prob of the token",
+    "credit": "credit: one signed number a token, what the loss gets",
+    "weight": "credit / advantage",
+    "sampler_logp": "sampler log-prob of the token",
     "entropy": "entropy of the sampling distribution at the token, nats",
 }
 
@@ -45,18 +45,18 @@ TOKEN_COLUMNS = {
     "reward": "the rollout's reward",
     "advantage": "the rollout's advantage",
     "sign": "+1, 0 or -1: sign of the rollout's advantage",
-    "weights": "credit / advantage",
-    "advantages": "credit: what the loss got",
+    "weight": "credit / advantage",
+    "credit": "credit: what the loss got",
     "coef": "minus the derivative of the token's loss by its own log-prob",
     "scale": (
         "the reduction's factor; coef * scale is the coefficient of the token's gradient in the"
         " update"
     ),
     "is_clipped": "the loss was on its clipped side: coef 0 although credit is not",
-    "importance_ratio": "exp(trainer - sampler log-prob) before the update",
-    "inference_logprobs": "sampler log-prob",
-    "trainer_logprobs": "log-prob just before the update",
-    "trainer_logprobs_after": "log-prob just after the update, same forward",
+    "ratio": "exp(trainer - sampler log-prob) before the update",
+    "sampler_logp": "sampler log-prob",
+    "trainer_logp": "log-prob just before the update",
+    "trainer_logp_after": "log-prob just after the update, same forward",
     "delta": "change of the log-prob by the update",
     "noise_floor": "largest change seen when scoring twice without an update",
     "change": "boosted, suppressed, or unchanged (|delta| within the noise floor)",

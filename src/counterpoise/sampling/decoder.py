@@ -96,7 +96,7 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def fused(model: Any, dtype: torch.dtype) -> Weights:
+def fuse_weights(model: Any, dtype: torch.dtype) -> Weights:
     """The model's weights in fused buffers of ``dtype``; norms and the embedding keep the model's
     dtype (the residual stream's).
     """

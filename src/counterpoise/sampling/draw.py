@@ -38,7 +38,7 @@ def uniforms(seed: int, streams: Sequence[int], num: int) -> Tensor:
     return torch.from_numpy((np.stack(raw) >> np.uint64(11)) * 2.0**-53)
 
 
-def truncated(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def truncate(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Logits with everything outside the top-k, then outside the nucleus, at -inf.
 
     Top-k keeps the k largest. The nucleus (Holtzman et al. 2020, arXiv 1904.09751) keeps the fewest

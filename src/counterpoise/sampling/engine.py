@@ -22,12 +22,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from counterpoise.policy.prompts import distinct, padded
-from counterpoise.sampling.decoder import decode, fused, prefill, refresh, rotary, shape_of, why_not
-from counterpoise.sampling.draw import Draw, argmax, draw, truncated
+from counterpoise.policy.prompts import distinct, pad_prompts
+from counterpoise.sampling.decoder import (
+    decode,
+    fuse_weights,
+    prefill,
+    refresh,
+    rotary,
+    shape_of,
+    why_not,
+)
+from counterpoise.sampling.draw import Draw, argmax, draw, truncate
 from counterpoise.sampling.kernels import cpu as kernels_cpu
 
-log = logging.getLogger("counterpoise.rollouts")
+log = logging.getLogger("counterpoise.sampling")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
 SYNC_STEPS = 16  # decode steps on an accelerator, or in C, between two looks at who has stopped
 BUCKET = 64  # attention reads the cache up to a multiple of this
@@ -143,7 +151,7 @@ class Engine:
             or self.weights.layers[0].qkv.dtype != dtype
             or self.weights.norm_D.device != model.device
         ):
-            self.weights, self.graphs = fused(model, dtype), {}
+            self.weights, self.graphs = fuse_weights(model, dtype), {}
             self.keys = self.values = torch.empty(0)
             self._choose_kernels(model, dtype)
         else:
@@ -320,7 +328,7 @@ class Engine:
         per_pass = max(1, PREFILL_TOKENS // max(map(len, different)))
         for start in range(0, len(different), per_pass):
             some = different[start : start + per_pass]
-            ids_PW = padded(some, device)
+            ids_PW = pad_prompts(some, device)
             width = ids_PW.shape[1]
             keys, values = prefill(self.weights, self.shape, ids_PW, self.cos, self.sin)
             is_here_R = (pick_R >= start) & (pick_R < start + len(some))
@@ -438,7 +446,7 @@ class Engine:
         if settings.is_greedy:
             return argmax(logits_BV)
         return draw(
-            truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p),
+            truncate(logits_BV, top_k=settings.top_k, top_p=settings.top_p),
             uniform_NT[row_B, age_B],
         )
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from counterpoise.policy.backbone import Backbone, backbone, evaluating, last_logits
 from counterpoise.sampling.cache import compaction, spread
-from counterpoise.sampling.draw import Draw, argmax, draw, truncated, uniforms
+from counterpoise.sampling.draw import Draw, argmax, draw, truncate, uniforms
 from counterpoise.sampling.engine import Settings as engine_settings
 from counterpoise.sampling.engine import engine_for
 
@@ -324,7 +324,7 @@ def _pick(logits_BV: Tensor, columns: _Columns, row_B: Tensor, t: int, settings:
     if settings.greedy:
         return argmax(logits_BV)
     return draw(
-        truncated(logits_BV, top_k=settings.top_k, top_p=settings.top_p),
+        truncate(logits_BV, top_k=settings.top_k, top_p=settings.top_p),
         columns.uniform_NT[row_B, t],
     )
 

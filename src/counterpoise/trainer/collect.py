@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,27 +18,12 @@ from counterpoise.sampling import SAMPLED, Rollouts, sample
 from counterpoise.stage import base, bound
 from counterpoise.tasks import grade
 from counterpoise.trainer.config import Config, ConfigError
-from counterpoise.types import Prompt, TokenBatch
-
-
-class Collected(NamedTuple):
-    """A batch with everything that is known of it.
-
-    ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group.
-    """
-
-    prompts: list[Prompt]
-    prompt_ids: list[list[int]]
-    texts: list[str]
-    stop_reason: list[str]
-    batch: TokenBatch
-    num_grader_failures: int
-    grader_messages: list[str]
+from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 
 def collect(
     policy: Policy, task: Any, method: Method, config: Config, batch_number: int, start: int
-) -> Collected:
+) -> RolloutBatch:
     """Sample and grade one batch; where the plan draws from a buffer, round after round
     until both signs are there.
     """
@@ -46,7 +31,7 @@ def collect(
     size = update_size(method, config)
     while size and len(rounds) < config.buffer.max_rounds and not _ready(rounds, size):
         rounds.append(_round(policy, task, method, config, batch_number, start, len(rounds)))
-    return joined(rounds)
+    return join_batches(rounds)
 
 
 def prompts_from(task: Any, split: str, seed: int, start: int, num: int) -> list[Prompt]:
@@ -76,9 +61,9 @@ def check_prompts(policy: Policy, task: Any, config: Config) -> None:
     )
 
 
-def measured(
-    policy: Policy, method: Method, config: Config, collected: Collected, reference: Any = None
-) -> Collected:
+def measure_columns(
+    policy: Policy, method: Method, config: Config, collected: RolloutBatch, reference: Any = None
+) -> RolloutBatch:
     """The batch with the columns that the method needs and the sampler did not give."""
     batch = collected.batch
     missing = {name for name in method.needs if getattr(batch, name, None) is None}
@@ -114,24 +99,24 @@ def autocast(model: torch.nn.Module) -> Any:
     return torch.autocast("cuda", torch.bfloat16) if on else nullcontext()
 
 
-def joined(parts: list[Collected]) -> Collected:
+def join_batches(parts: list[RolloutBatch]) -> RolloutBatch:
     """Several batches as one; groups of different parts stay apart."""
     if len(parts) == 1:
         return parts[0]
     offset = itertools.accumulate([0, *(len(part.prompts) for part in parts[:-1])])
     groups = [part.batch.group_N + shift for part, shift in zip(parts, offset)]
-    return Collected(
+    return RolloutBatch(
         prompts=[prompt for part in parts for prompt in part.prompts],
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
         texts=[text for part in parts for text in part.texts],
         stop_reason=[reason for part in parts for reason in part.stop_reason],
-        batch=stacked([part.batch for part in parts]).replace(group_N=torch.cat(groups)),
+        batch=stack_batches([part.batch for part in parts]).replace(group_N=torch.cat(groups)),
         num_grader_failures=sum(part.num_grader_failures for part in parts),
         grader_messages=[message for part in parts for message in part.grader_messages],
     )
 
 
-def stacked(batches: list[TokenBatch]) -> TokenBatch:
+def stack_batches(batches: list[TokenBatch]) -> TokenBatch:
     """The rows of several batches, padded to the widest; sampled columns only, and of the optional
     ones those that all have.
     """
@@ -179,7 +164,7 @@ def _round(
     batch_number: int,
     start: int,
     number: int,
-) -> Collected:
+) -> RolloutBatch:
     settings = config.rollouts
     prompts = prompts_from(
         task, "train", config.seed, start + number * settings.prompts, settings.prompts
@@ -222,11 +207,11 @@ def _round(
     ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
     row_ids = [prompt_ids[p] for p in rollouts.prompt_index_N.tolist()]
     failures = graded.num_failed + graded.num_timed_out
-    return Collected(
+    return RolloutBatch(
         prompts, row_ids, texts, list(rollouts.stop_reason), batch, failures, list(graded.messages)
     )
 
 
-def _ready(rounds: list[Collected], size: int) -> bool:
+def _ready(rounds: list[RolloutBatch], size: int) -> bool:
     is_positive_N = torch.cat([part.batch.reward_N for part in rounds]) > 0.5
     return is_ready(int(is_positive_N.sum()), int((~is_positive_N).sum()), size)

@@ -17,16 +17,16 @@ from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.sampling import sample
 from counterpoise.tasks import grade
-from counterpoise.trainer.collect import Collected, autocast, responses, stacked
+from counterpoise.trainer.collect import autocast, responses, stack_batches
 from counterpoise.trainer.config import Config
-from counterpoise.types import TokenBatch
+from counterpoise.types import RolloutBatch, TokenBatch
 
 CORRECT = 0.5  # rewards above are correct
 
 
-def corrected(
-    policy: Policy, task: Any, config: Config, batch_number: int, collected: Collected
-) -> Collected:
+def add_corrections(
+    policy: Policy, task: Any, config: Config, batch_number: int, collected: RolloutBatch
+) -> RolloutBatch:
     """The batch with verified corrections appended as further rollouts of their groups; unchanged
     where the recipe has no ``corrections``.
     """
@@ -53,7 +53,7 @@ def corrected(
         policy, config, collected, rollouts, pick, rows, [graded.reward[k] for k in kept]
     )
     return collected._replace(
-        batch=stacked([collected.batch, batch]),
+        batch=stack_batches([collected.batch, batch]),
         prompt_ids=collected.prompt_ids + [collected.prompt_ids[row] for row in rows],
         texts=collected.texts + [texts[k] for k in kept],
         stop_reason=collected.stop_reason + [rollouts.stop_reason[k] for k in kept],
@@ -61,7 +61,7 @@ def corrected(
     )
 
 
-def failed_with_reference(collected: Collected) -> list[tuple[int, int]]:
+def failed_with_reference(collected: RolloutBatch) -> list[tuple[int, int]]:
     """(failed rollout, nearest correct sibling) for every failed rollout that has one."""
     batch = collected.batch
     ids, reward, group = (
@@ -89,7 +89,7 @@ def _sampled(
     policy: Policy,
     config: Config,
     batch_number: int,
-    collected: Collected,
+    collected: RolloutBatch,
     pairs: list[tuple[int, int]],
 ) -> tuple[Any, list[str]]:
     assert config.corrections is not None
@@ -120,7 +120,7 @@ def _sampled(
 
 
 def _best(
-    collected: Collected, rollouts: Any, owner: list[int], reward: list[float], edit_cost: float
+    collected: RolloutBatch, rollouts: Any, owner: list[int], reward: list[float], edit_cost: float
 ) -> list[int]:
     failed = response_ids(collected.batch.token_ids_NT, collected.batch.mask_NT)
     corrections = response_ids(rollouts.token_ids_NT, rollouts.mask_NT)
@@ -137,7 +137,7 @@ def _best(
 def _scored(
     policy: Policy,
     config: Config,
-    collected: Collected,
+    collected: RolloutBatch,
     rollouts: Any,
     pick: torch.Tensor,
     rows: list[int],

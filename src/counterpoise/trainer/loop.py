@@ -25,14 +25,15 @@ from counterpoise.run.files import append_json, batch_file, read_jsonl, write_js
 from counterpoise.run.rollouts import write_rollouts
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import Collected, check_prompts, collect, measured
+from counterpoise.trainer.collect import check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config, ConfigError
-from counterpoise.trainer.corrections import corrected
+from counterpoise.trainer.corrections import add_corrections
 from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import Update, adamw, apply_update, learning_rate, prepare_update
+from counterpoise.types import RolloutBatch
 
 
 class Result(NamedTuple):
@@ -74,17 +75,17 @@ def train(
 
     with stop_requests() as stop, progress.open(config, state.batch_number):
         if state.batch_number == 0:
-            evaluated(run_dir, 0, policy, task, config)
+            evaluate_policy(run_dir, 0, policy, task, config)
             save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
         while state.batch_number < config.num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
 
             collected = collect(policy, task, method, config, batch_number, state.num_prompts)
             num_prompts = len(collected.prompts)
-            collected = corrected(policy, task, config, batch_number, collected)
+            collected = add_corrections(policy, task, config, batch_number, collected)
             clock.mark("sample_s")
 
-            collected = measured(policy, method, config, collected, reference)
+            collected = measure_columns(policy, method, config, collected, reference)
             clock.mark("measure_s")
 
             credit = method.assign(
@@ -110,7 +111,7 @@ def train(
                     ledger.after(updates[-1])
             clock.mark("update_s")
 
-            state = advanced(state, collected, num_prompts, credit.state, updates, ledger.state)
+            state = advance(state, collected, num_prompts, credit.state, updates, ledger.state)
             metrics = {
                 "batch": batch_number,
                 **batch_metrics(collected, credit, plan, updates),
@@ -120,7 +121,7 @@ def train(
                 state.batch_number % config.eval.every == 0
                 or state.batch_number == config.num_batches
             ):
-                metrics |= evaluated(run_dir, state.batch_number, policy, task, config)
+                metrics |= evaluate_policy(run_dir, state.batch_number, policy, task, config)
             clock.mark("eval_s")
 
             write_batch(
@@ -217,9 +218,9 @@ def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> N
         group["lr"] = rate
 
 
-def advanced(
+def advance(
     state: LoopState,
-    collected: Collected,
+    collected: RolloutBatch,
     num_prompts: int,
     method_state: Any,
     updates: list[Update],
@@ -237,7 +238,7 @@ def advanced(
     )
 
 
-def evaluated(
+def evaluate_policy(
     run_dir: Path, batch_number: int, policy: Policy, task: Any, config: Config
 ) -> dict[str, float]:
     """Held-out numbers after ``batch`` batches; rewards of every prompt go to
@@ -278,7 +279,7 @@ def write_batch(
     run_dir: Path,
     config: Config,
     batch_number: int,
-    collected: Collected,
+    collected: RolloutBatch,
     credit: Any,
     manifest: Any,
     metrics: Any,

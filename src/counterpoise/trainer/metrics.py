@@ -11,13 +11,12 @@ import torch
 
 from counterpoise.maths.reduce import groups, masked_mean
 from counterpoise.plans import audit
-from counterpoise.trainer.collect import Collected
 from counterpoise.trainer.update import Update
-from counterpoise.types import Credit, Plan
+from counterpoise.types import Credit, Plan, RolloutBatch
 
 
 def batch_metrics(
-    collected: Collected, credit: Credit, plan: Plan, updates: list[Update]
+    collected: RolloutBatch, credit: Credit, plan: Plan, updates: list[Update]
 ) -> dict[str, float]:
     """Rollouts, credit, plan and updates of one batch, flat."""
     return {
@@ -28,7 +27,7 @@ def batch_metrics(
     }
 
 
-def rollout_metrics(collected: Collected) -> dict[str, float]:
+def rollout_metrics(collected: RolloutBatch) -> dict[str, float]:
     batch = collected.batch
     assert batch.entropy_NT is not None
     is_constant_N = groups(batch.group_N).is_constant(batch.reward_N)
@@ -46,7 +45,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     }
 
 
-def plan_metrics(plan: Plan, collected: Collected, credit: Credit) -> dict[str, float]:
+def plan_metrics(plan: Plan, collected: RolloutBatch, credit: Credit) -> dict[str, float]:
     seen = audit(plan, collected.batch, credit.advantage_N)
     return {
         "plan/pairs_kept": seen.pairs_kept,

@@ -17,9 +17,9 @@ from counterpoise.policy import measure, token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
-from counterpoise.trainer.collect import Collected, autocast
+from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
-from counterpoise.types import Rows, TokenLoss
+from counterpoise.types import RolloutBatch, Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.trainer")
 _FITS: WeakKeyDictionary[Any, int] = (
@@ -45,15 +45,15 @@ def apply_update(
     optimizer: torch.optim.Optimizer,
     method: Method,
     rows: Rows,
-    collected: Collected,
+    collected: RolloutBatch,
     config: Config,
 ) -> Update:
     """Accumulate the gradient of the update's rows over micro-batches, clip it, update.
 
     The cut into micro-batches changes no result.
     """
-    rows = prepared(model, method, rows, collected, config)
-    cuts, parts = accumulated(model, optimizer, method, rows, collected, config)
+    rows = prepare_rows(model, method, rows, collected, config)
+    cuts, parts = accumulate_gradients(model, optimizer, method, rows, collected, config)
     order_R = torch.cat(cuts).argsort()
     logp_NT, *columns = (torch.cat(column)[order_R] for column in zip(*parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -68,12 +68,12 @@ def apply_update(
     )
 
 
-def accumulated(
+def accumulate_gradients(
     model: Any,
     optimizer: torch.optim.Optimizer,
     method: Method,
     rows: Rows,
-    collected: Collected,
+    collected: RolloutBatch,
     config: Config,
 ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
     """The update's gradient in the parameters; its micro-batches and their columns.
@@ -111,7 +111,7 @@ def budget_that_fits(model: Any, config: Config) -> int:
 
 
 def micro_gradient(
-    model: Any, method: Method, micro: Rows, collected: Collected, config: Config
+    model: Any, method: Method, micro: Rows, collected: RolloutBatch, config: Config
 ) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
     with (
@@ -130,7 +130,9 @@ def micro_gradient(
     return tuple(column.detach() for column in (trainer_logp_NT, *loss))
 
 
-def prepared(model: Any, method: Method, rows: Rows, collected: Collected, config: Config) -> Rows:
+def prepare_rows(
+    model: Any, method: Method, rows: Rows, collected: RolloutBatch, config: Config
+) -> Rows:
     """Rows with what the loss must know of the whole update; one no-grad forward where the method
     asks for it.
     """
@@ -150,7 +152,9 @@ def prepared(model: Any, method: Method, rows: Rows, collected: Collected, confi
     return method.prepare(columns["trainer_logp_NT"], rows)
 
 
-def micro_batches(model: Any, rows: Rows, collected: Collected, token_budget: int) -> list[Tensor]:
+def micro_batches(
+    model: Any, rows: Rows, collected: RolloutBatch, token_budget: int
+) -> list[Tensor]:
     """Cuts of the update by the tokens of their forward, the longest first; indices into ``rows``."""
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
     share = reads_prompts_once(backbone(model))

@@ -14,8 +14,8 @@ from counterpoise.run.read import RunFolder
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 from counterpoise.viewer.tokens import BatchTokens, Column
 
-DIVERGING = ("advantages", "delta", "predicted", "own", "coupling", "coef", "advantage")
-SEQUENTIAL = ("weights", "entropy", "confidence", "cancellation", "importance_ratio", "kl")
+DIVERGING = ("credit", "delta", "predicted", "own", "coupling", "coef", "advantage")
+SEQUENTIAL = ("weight", "entropy", "confidence", "cancellation", "ratio", "kl")
 QUANTILE = 0.98  # colours saturate there
 PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}
 
@@ -56,7 +56,7 @@ def batch_info(found: BatchTokens) -> dict[str, Any]:
     }
 
 
-def packed(found: BatchTokens, group: int, name: str) -> tuple[str, bytes]:
+def pack_column(found: BatchTokens, group: int, name: str) -> tuple[str, bytes]:
     """A column of one prompt's tokens as little-endian numbers: (dtype, bytes)."""
     value = found.column(name).value_T[found.span(group)]
     kind = PACKED.get(str(value.dtype), "float64")

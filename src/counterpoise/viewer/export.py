@@ -107,5 +107,5 @@ def _batch(found: BatchTokens, prompts: int | None) -> dict[str, Any]:
 
 
 def _packed(found: BatchTokens, group: int, name: str) -> list[str]:
-    kind, content = viewer_data.packed(found, group, name)
+    kind, content = viewer_data.pack_column(found, group, name)
     return [kind, base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()]

@@ -83,7 +83,7 @@ def app(path: Path, port: int) -> Any:
         return _json(viewer_data.batch_info(tokens(request)))
 
     def column(request: Request) -> Response:
-        kind, content = viewer_data.packed(
+        kind, content = viewer_data.pack_column(
             tokens(request), request.path_params["group"], request.path_params["name"]
         )
         return Response(content, media_type="application/octet-stream", headers={"X-Dtype": kind})
@@ -105,10 +105,10 @@ def app(path: Path, port: int) -> Any:
         Route(f"{prompt}/tokens/{{at:int}}", token),
     ]
     inner = Starlette(routes=routes, exception_handlers={ValueError: _not_there})
-    return guarded(inner, port)
+    return guard(inner, port)
 
 
-def guarded(inner: Any, port: int) -> Any:
+def guard(inner: Any, port: int) -> Any:
     """Answer only GET and HEAD, only to a browser that was told this very address (a page elsewhere
     cannot point its name at us).
     """

@@ -18,7 +18,7 @@ from counterpoise.run.read import RunFolder
 from counterpoise.viewer.vocabulary import token_texts
 
 ORDER = ("group", "rollout", "position")
-LISTS = ("token_ids", "loss_mask", "advantages", "weights", "inference_logprobs", "entropy")
+LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy")
 
 
 class Column(NamedTuple):
@@ -233,8 +233,8 @@ def as_column(values: pa.ChunkedArray) -> Column:
 
 def _derived(columns: dict[str, Column]) -> dict[str, Column]:
     out = {}
-    if "inference_logprobs" in columns:
-        out["confidence"] = Column(np.exp(columns["inference_logprobs"].value_T))
+    if "sampler_logp" in columns:
+        out["confidence"] = Column(np.exp(columns["sampler_logp"].value_T))
     if "advantage" in columns:
         out["sign"] = Column(np.sign(columns["advantage"].value_T))
     return out

@@ -27,7 +27,7 @@ def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
 
 def _decoded(run: RunFolder, file: Path, ids: Sequence[int]) -> dict[int, str]:
     try:
-        return decoded(file, ids)
+        return decode_ids(file, ids)
     except Exception as error:  # what tokenizers raises for a broken file has no narrower type
         run.note(f"{file.name} cannot be read ({error}); token texts come from elsewhere.")
         return {}
@@ -42,7 +42,7 @@ def tokenizer_file(run: RunFolder) -> Path | None:
     return next((file for file in found if file.is_file() and is_inside(run.path, file)), None)
 
 
-def decoded(file: Path, ids: Sequence[int]) -> dict[int, str]:
+def decode_ids(file: Path, ids: Sequence[int]) -> dict[int, str]:
     """Texts of ids under a tokenizer file; empty without the tokenizers package.
 
     An id alone may be part of a character.

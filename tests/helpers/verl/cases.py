@@ -143,7 +143,7 @@ class Queue:
             return torch.nested.as_nested_tensor(values, layout=torch.jagged)
         return NonTensorStack(*values)
 
-    def padded(self, keys, name):
+    def pad_prompts(self, keys, name):
         return self._column(keys, name).to_padded_tensor(0.0)
 
 

@@ -158,7 +158,7 @@ def test_doctor_of_verl(problems, monkeypatch):
     """What verl's registries hold, and the proof that credit reaches its loss."""
     from counterpoise.hosts.verl import register as verl
 
-    found = verl.Registered("0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems)
+    found = verl.Registration("0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems)
     monkeypatch.setattr(verl, "registered", lambda: found)
     monkeypatch.setattr(verl, "check_verl", lambda: None)
     monkeypatch.setattr(cli, "is_installed", lambda package: True)

@@ -17,7 +17,7 @@ pytest.importorskip(
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from counterpoise.hosts.verl import register
-from counterpoise.hosts.verl.plan import by_rank, filled
+from counterpoise.hosts.verl.plan import by_rank, fill_updates
 from counterpoise.hosts.verl.trainer import CreditSync
 from helpers.verl.cases import batch_meta, config, optimizer_steps, rollouts, trainer
 
@@ -171,7 +171,7 @@ def test_a_plan_works_beside_our_credit(queue_of):
 
 def test_steps_that_cannot_be_filled_are_an_error():
     with pytest.raises(ValueError, match="3 rows do not make 2 batches of 2"):
-        filled([["a"], ["b"]], ["x"], 2)
+        fill_updates([["a"], ["b"]], ["x"], 2)
     assert by_rank([["a", "b"]], {"a": 1, "b": 2}, 1, lambda work, num_ranks: [[1, 0]]) == [
         ["b", "a"]
     ]

@@ -148,16 +148,16 @@ def test_plugins_switched_off_by_the_environment(unloaded):
         "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading counterpoise. Unset it, or add"
         " counterpoise to it."
     )
-    assert host.registered().problems == [line]
+    assert host.registration().problems == [line]
 
 
 def test_an_installation_without_the_entry_point(unloaded):
     unloaded.setattr(host.importlib.metadata, "entry_points", lambda group: [])
-    assert "no entry point counterpoise.hosts.verl.plugin" in host.registered().problems[0]
+    assert "no entry point counterpoise.hosts.verl.plugin" in host.registration().problems[0]
 
 
 def test_a_process_that_loaded_verl_before_counterpoise_was_there(unloaded):
-    assert "Run the check in a fresh process" in host.registered().problems[0]
+    assert "Run the check in a fresh process" in host.registration().problems[0]
 
 
 MISSING = """

@@ -125,7 +125,7 @@ def folder():
     shutil.rmtree(path, ignore_errors=True)
 
 
-def scored(model, rows):
+def score_update(model, rows):
     """(log-probs, entropies) of the response tokens of each rollout, as lists of tensors."""
     out = []
     for row in rows:
@@ -137,7 +137,7 @@ def scored(model, rows):
     return out
 
 
-def padded(parts, width):
+def pad_prompts(parts, width):
     return torch.stack([torch.nn.functional.pad(part, (0, width - len(part))) for part in parts])
 
 
@@ -159,7 +159,7 @@ def replayed(
         keys = [key for key in order if key in rollouts]
         rows = [rollouts[key] for key in keys]
         with torch.no_grad():
-            before = scored(model, rows)
+            before = score_update(model, rows)
         batch = cp.TokenBatch.from_lists(
             [row["responses"].tolist() for row in rows],
             group=[sorted({row["uid"] for row in rows}).index(row["uid"]) for row in rows],
@@ -174,10 +174,11 @@ def replayed(
             row_R = torch.tensor([keys.index(key) for key in planned])
             made = loss.rows(batch, credit, row_R)
             made = made._replace(
-                sampler_logp_NT=padded([before[row][0] for row in row_R.tolist()], width)
+                sampler_logp_NT=pad_prompts([before[row][0] for row in row_R.tolist()], width)
             )
-            logp_NT = padded(
-                [logp for logp, _ in scored(model, [rows[row] for row in row_R.tolist()])], width
+            logp_NT = pad_prompts(
+                [logp for logp, _ in score_update(model, [rows[row] for row in row_R.tolist()])],
+                width,
             )
             total = (loss.loss(logp_NT, made).loss_NT * made.scale_NT).sum()
             grads = torch.autograd.grad(total, list(model.parameters()))

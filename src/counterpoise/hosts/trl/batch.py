@@ -130,7 +130,7 @@ def add_columns(output: dict[str, Any], batch: TokenBatch, credit: Credit) -> No
         output["cp_entropy"] = batch.entropy_NT
 
 
-def gathered(trainer: Any, output: dict[str, Any]) -> dict[str, Any]:
+def gather_columns(trainer: Any, output: dict[str, Any]) -> dict[str, Any]:
     """Every column of all processes, rows in rank order, padded to the widest."""
     accelerator = trainer.accelerator
     out: dict[str, Any] = {}
@@ -214,7 +214,7 @@ def _score(
     nothing is needed.
     """
     needs, method = made.method.needs, made.method
-    entropy, hidden = wanted(made, more)
+    entropy, hidden = wanted_columns(made, more)
     done = next((one for one in seen if one.logp_NT is output.get("old_per_token_logps")), None)
     if done is not None:
         return done
@@ -227,7 +227,7 @@ def _score(
     )
 
 
-def wanted(made: Setup, more: bool) -> tuple[bool, bool]:
+def wanted_columns(made: Setup, more: bool) -> tuple[bool, bool]:
     """Whether entropies, and whether hidden states are to be measured."""
     needs = made.method.needs
     return "entropy_NT" in needs or more, bool(needs & (TOPK | {"hidden_NTD"}))

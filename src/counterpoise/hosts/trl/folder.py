@@ -81,9 +81,9 @@ def rollout_table(
         "prompt_ids": prompt_ids,
         "token_ids": ids,
         "loss_mask": [[True] * len(row) for row in ids],
-        "advantages": _lists(credit.credit_NT, batch.mask_NT),
-        "weights": _lists(credit.weight_NT, batch.mask_NT),
-        "inference_logprobs": _lists(batch.sampler_logp_NT, batch.mask_NT),
+        "credit": _lists(credit.credit_NT, batch.mask_NT),
+        "weight": _lists(credit.weight_NT, batch.mask_NT),
+        "sampler_logp": _lists(batch.sampler_logp_NT, batch.mask_NT),
     }
     return (
         table

@@ -23,7 +23,7 @@ from counterpoise.hosts.trl.batch import loss_mask
 from counterpoise.hosts.trl.folder import create_folder, rollout_table
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
-from counterpoise.hosts.trl.scoring import recorded
+from counterpoise.hosts.trl.scoring import record_calls
 from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import masked_mean
@@ -123,7 +123,7 @@ class Ledger(TrainerCallback):
             return
         if not self._parts:
             self._norms = self._watch.enter_context(
-                recorded(self.trainer.accelerator, "clip_grad_norm_")
+                record_calls(self.trainer.accelerator, "clip_grad_norm_")
             )
         (grad_NT,) = torch.autograd.grad(total, logp_NT, retain_graph=True)
         coef_NT = -grad_NT.detach().float() / self.trainer.accelerator.num_processes

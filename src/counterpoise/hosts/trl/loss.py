@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.hosts.trl.plan import UpdateRows, in_plan_order, masked
-from counterpoise.hosts.trl.scoring import SCORE, recorded
+from counterpoise.hosts.trl.plan import UpdateRows, in_plan_order, mask_rows
+from counterpoise.hosts.trl.scoring import SCORE, record_calls
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.types import Rows, TokenLoss
 
@@ -25,11 +25,11 @@ def own_loss(
 ) -> tuple[Tensor, Tensor, TokenLoss]:
     """The loss of a micro-batch, the log-probs behind it, and the loss of each token."""
     without = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-    with recorded(trainer, SCORE) as results:
+    with record_calls(trainer, SCORE) as results:
         rest = trl_loss(model, without)
     logp_NT = results[-1][0]
     rows = micro_rows(inputs, logp_NT)
-    loss = corrected(made.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
+    loss = correct_loss(made.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
     total = (loss.loss_NT * rows.scale_NT).sum() * trainer.accelerator.num_processes
     _log(trainer, rows, loss)
     return rest + total.to(rest.dtype), logp_NT, loss
@@ -43,7 +43,7 @@ def micro_rows(inputs: dict[str, Any], logp_NT: Tensor) -> Rows:
     )
 
 
-def corrected(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
+def correct_loss(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
     """TRL's correction for a sampler apart (vLLM), a token's or a rollout's factor: as in TRL it
     multiplies the loss of each token.
     """
@@ -80,7 +80,7 @@ def prepare_update(trainer: Any, made: Setup, updates: list[UpdateRows]) -> None
     rows = made.method.prepare(in_plan_order(logp_CT, update.slot_WGB).float(), rows)
     for micro, slot_B in zip(micros, update.slot_WGB[accelerator.process_index]):
         slot_B = slot_B.to(rows.row_R.device)
-        micro["cp_rows"] = masked(rows.select(slot_B.clamp(min=0)), slot_B >= 0)
+        micro["cp_rows"] = mask_rows(rows.select(slot_B.clamp(min=0)), slot_B >= 0)
 
 
 def _logp(trainer: Any, micro: dict[str, Any], is_unchanged: bool) -> Tensor:

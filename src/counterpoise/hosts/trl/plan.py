@@ -40,7 +40,7 @@ def num_updates(trainer: Any) -> int:
     return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
 
 
-def planned(
+def make_plan(
     made: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
 ) -> list[UpdateRows]:
     """Every update of the plan, dealt over processes and micro-batches."""
@@ -122,11 +122,11 @@ def _picked(
     if factor != 1.0:
         micro["advantages"] = micro["advantages"] * factor
     micro["cp_row"] = torch.where(is_real_B, row_B, FILLER)
-    micro["cp_rows"] = masked(update.rows.select(pick_B), is_real_B)
+    micro["cp_rows"] = mask_rows(update.rows.select(pick_B), is_real_B)
     return micro
 
 
-def masked(rows: Rows, is_real_B: Tensor) -> Rows:
+def mask_rows(rows: Rows, is_real_B: Tensor) -> Rows:
     """Rows of which the fillers have no token."""
     real_B1 = is_real_B[:, None]
     columns = {

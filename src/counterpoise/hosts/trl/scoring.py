@@ -2,7 +2,7 @@
 head.
 
 TRL does not hand these out, and since 1.15 no logits exist. So its method is watched while it runs:
-``recorded`` puts a recorder in front of a bound method for the time of a block and takes it away
+``record_calls`` puts a recorder in front of a bound method for the time of a block and takes it away
 again; the method itself runs unchanged and nothing of it is copied."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 
 
 @contextmanager
-def recorded(
+def record_calls(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 ) -> Iterator[list[Any]]:
     """Results of the calls of ``owner.name`` inside the block; ``wrap`` may put something around
@@ -51,7 +51,7 @@ def recorded(
 
 
 @contextmanager
-def scored(trainer: Any, *, entropy: bool, hidden: bool) -> Iterator[list[Scored]]:
+def record_scores(trainer: Any, *, entropy: bool, hidden: bool) -> Iterator[list[Scored]]:
     """The scoring forwards of a block, with entropies and hidden states if asked for."""
     found: list[Scored] = []
 
@@ -77,7 +77,7 @@ def scored(trainer: Any, *, entropy: bool, hidden: bool) -> Iterator[list[Scored
 
         return watched
 
-    with recorded(trainer, SCORE, wrap):
+    with record_calls(trainer, SCORE, wrap):
         yield found
 
 
@@ -117,6 +117,6 @@ def score_again(trainer: Any, output: dict[str, Any], *, entropy: bool, hidden: 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
     width, rows = output["completion_ids"].shape[1], trainer.args.per_device_train_batch_size
-    with torch.no_grad(), scored(trainer, entropy=entropy, hidden=hidden) as found:
+    with torch.no_grad(), record_scores(trainer, entropy=entropy, hidden=hidden) as found:
         getattr(trainer, SCORE)(trainer.model, ids, attended, width, batch_size=rows)
     return found[-1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
-from counterpoise.hosts.trl.scoring import SCORE, recorded
+from counterpoise.hosts.trl.scoring import SCORE, record_calls
 
 WORDS = tuple(f"w{k}" for k in range(12))
 CPU = {
@@ -85,7 +85,7 @@ class _Watched(CreditGRPOTrainer):
         self.rows: list[list[int]] = []
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        with recorded(self, SCORE) as results:
+        with record_calls(self, SCORE) as results:
             loss = super()._compute_loss(model, inputs)
         (grad_NT,) = torch.autograd.grad(loss, results[-1][0], retain_graph=True)
         self.micros.append(

@@ -29,17 +29,17 @@ except ImportError as error:
 from counterpoise.hosts.trl.batch import (
     add_columns,
     assign,
-    gathered,
+    gather_columns,
     token_batch,
-    wanted,
+    wanted_columns,
     whole_batch,
 )
 from counterpoise.hosts.trl.checks import check_trainer, check_version
 from counterpoise.hosts.trl.config import CreditGRPOConfig
 from counterpoise.hosts.trl.ledger import Ledger
 from counterpoise.hosts.trl.loss import own_loss, prepare_update
-from counterpoise.hosts.trl.plan import UpdateRows, micro_batches, num_updates, planned, trls_plan
-from counterpoise.hosts.trl.scoring import REWARDS, SCORE, recorded, scored
+from counterpoise.hosts.trl.plan import UpdateRows, make_plan, micro_batches, num_updates, trls_plan
+from counterpoise.hosts.trl.scoring import REWARDS, SCORE, record_calls, record_scores
 from counterpoise.hosts.trl.state import CreditState, credit_state
 from counterpoise.plans import audit
 from counterpoise.types import Plan, TokenBatch
@@ -85,10 +85,10 @@ class CreditMixin(Host):
             return super()._generate_and_score_completions(inputs)
         made, state = self.credit_setup, credit_state(self)
         more = self.credit_ledger.is_due(state.generation)
-        entropy, hidden = wanted(made, more)
+        entropy, hidden = wanted_columns(made, more)
         with (
-            recorded(self, REWARDS) as rewards,
-            scored(self, entropy=entropy, hidden=hidden) as seen,
+            record_calls(self, REWARDS) as rewards,
+            record_scores(self, entropy=entropy, hidden=hidden) as seen,
         ):
             output = super()._generate_and_score_completions(inputs)
         batch = token_batch(self, made, output, rewards[-1], seen, more)
@@ -130,7 +130,7 @@ class CreditMixin(Host):
         if self.credit_setup.has_own_loss:
             total, logp_NT, loss = own_loss(self, self.credit_setup, trl_loss, model, inputs)
         else:
-            with recorded(self, SCORE) as results:
+            with record_calls(self, SCORE) as results:
                 total = trl_loss(model, inputs)
             logp_NT, loss = results[-1][0], None
         self.credit_ledger.note(inputs, total, logp_NT, loss)
@@ -142,7 +142,7 @@ class CreditMixin(Host):
         is_due = self.credit_ledger.is_due(generation)
         if not made.has_own_plan and not is_due:
             return self.credit_ledger.skim(generation, output, self._credit_metrics)
-        columns = gathered(self, output)
+        columns = gather_columns(self, output)
         batch, credit = whole_batch(self, columns)
         if made.has_own_plan:
             plan = self.credit_plan = made.method.plan(
@@ -150,7 +150,7 @@ class CreditMixin(Host):
             )
             _check_room(plan, batch)
             shape = (self.accelerator.num_processes, self.args.gradient_accumulation_steps)
-            self._credit_updates = planned(made, batch, credit, plan, *shape)
+            self._credit_updates = make_plan(made, batch, credit, plan, *shape)
             self._buffered_inputs = micro_batches(self, columns, self._credit_updates)
         else:
             plan = trls_plan(self, batch, generation)

@@ -1,7 +1,7 @@
-"""counterpoise inside verl: ``register`` puts every method into verl's registries, ``registered``
+"""counterpoise inside verl: ``register`` puts every method into verl's registries, ``registration``
 says what is there.
 """
 
-from counterpoise.hosts.verl.register import Registered, check_verl, register, registered
+from counterpoise.hosts.verl.register import Registration, check_verl, register, registration
 
-__all__ = ["Registered", "check_verl", "register", "registered"]
+__all__ = ["Registration", "check_verl", "register", "registration"]

@@ -9,7 +9,7 @@ import torch
 
 from counterpoise.errors import nearest
 from counterpoise.hosts.verl.estimators import settings_of
-from counterpoise.hosts.verl.loss import checked
+from counterpoise.hosts.verl.loss import check_method
 from counterpoise.hosts.verl.method import (
     MODES,
     PREFIX,
@@ -90,7 +90,7 @@ def _check_credit(config: Any, made: Setup) -> None:
 def _check_loss(config: Any) -> None:
     loss_mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
     if loss_mode.startswith(PREFIX):
-        checked(loss_mode.removeprefix(PREFIX))
+        check_method(loss_mode.removeprefix(PREFIX))
 
 
 def _check_plan(config: Any, made: Setup, mode: str) -> None:

@@ -48,7 +48,7 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     ) -> tuple[Tensor, dict[str, Any]]:
         from verl.trainer.ppo.core_algos import agg_loss
 
-        made, shared = checked(name), dict(getattr(config, "global_batch_info", None) or {})
+        made, shared = check_method(name), dict(getattr(config, "global_batch_info", None) or {})
         trouble = sequence_trouble(config) if config is not None else None
         if trouble:
             raise ValueError(trouble)
@@ -66,7 +66,7 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
 
 
 @functools.cache
-def checked(name: str) -> Method:
+def check_method(name: str) -> Method:
     """The method, or one line that says why verl cannot run its loss."""
     made = whole_method(name)
     trouble = loss_trouble(made)

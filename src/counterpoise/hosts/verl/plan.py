@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.hosts.verl.method import Setup
-from counterpoise.maths.reduce import seeded
+from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import audit
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
@@ -45,12 +45,12 @@ class Rollouts(NamedTuple):
         return torch.tensor([number[prompt] for prompt in prompts])
 
 
-def planned(made: Setup, rollouts: Rollouts, num_updates: int, update: int) -> Updates:
+def make_plan(made: Setup, rollouts: Rollouts, num_updates: int, update: int) -> Updates:
     """The keys of each update; ``update`` is verl's global step, from which random draws are
     derived.
     """
     group_N, reward_N, length_N = rollouts.group_N, rollouts.reward_N, rollouts.length_N
-    generator = seeded(made.seed, update, "plan")
+    generator = seeded_generator(made.seed, update, "plan")
     rows = call(
         made.method.planner,
         group_N,
@@ -62,7 +62,7 @@ def planned(made: Setup, rollouts: Rollouts, num_updates: int, update: int) -> U
     return [[rollouts.keys[row] for row in row_R.tolist()] for row_R in rows]
 
 
-def filled(updates: Sequence[Sequence[str]], fillers: Sequence[str], size: int) -> Updates:
+def fill_updates(updates: Sequence[Sequence[str]], fillers: Sequence[str], size: int) -> Updates:
     """Updates of exactly ``size`` rows.
 
     Rows beyond it move to the updates that have room, which splits a prompt; fillers take the rest.

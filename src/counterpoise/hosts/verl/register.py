@@ -7,7 +7,7 @@
     +algorithm.counterpoise.plan=query_preserved                        axes: advantage, credit, plan, controller; and seed
 
 verl finds them by its entry point ``verl.plugins``, in the driver and in every worker. It hides a
-plug-in that fails; ``registered`` proves it."""
+plug-in that fails; ``registration`` proves it."""
 
 # verl lives in an environment of its own
 # pyright: reportMissingImports=false
@@ -28,7 +28,7 @@ PLUGIN = "counterpoise.hosts.verl.plugin"
 TRAINER = "counterpoise.hosts.verl.trainer"
 
 
-class Registered(NamedTuple):
+class Registration(NamedTuple):
     """What of counterpoise is in verl's registries, and what is wrong, each with its fix."""
 
     version: str | None
@@ -60,7 +60,7 @@ def register() -> None:
         warnings.warn(_no_trainer(error), stacklevel=2)
 
 
-def registered() -> Registered:
+def registration() -> Registration:
     """Look into verl's registries as ``import verl`` left them; nothing is registered here.
 
     Run it in a process that has not called ``register`` itself. verl swallows what a plug-in
@@ -70,13 +70,13 @@ def registered() -> Registered:
     try:
         check_installed()
     except ImportError as error:
-        return Registered(None, [], [], [], [str(error)])
+        return Registration(None, [], [], [], [str(error)])
     import verl
 
     try:
         from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     except ImportError as error:
-        return Registered(
+        return Registration(
             verl.__version__,
             [],
             [],
@@ -92,7 +92,7 @@ def registered() -> Registered:
     problems = [] if expected <= set(estimators) & set(losses) else _causes(verl.__version__)
     if not problems and len(trainers) < len(MODES):
         problems = _trainer_causes()
-    return Registered(verl.__version__, estimators, losses, trainers, problems)
+    return Registration(verl.__version__, estimators, losses, trainers, problems)
 
 
 def check_verl() -> None:

@@ -44,7 +44,7 @@ from verl.utils.seqlen_balancing import (
 
 from counterpoise.hosts.verl.checks import check_config, mode_of
 from counterpoise.hosts.verl.estimators import Loan, lending
-from counterpoise.hosts.verl.plan import Rollouts, by_rank, filled, plan_numbers, planned
+from counterpoise.hosts.verl.plan import Rollouts, by_rank, fill_updates, make_plan, plan_numbers
 
 # column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where
 # verl keeps them
@@ -99,11 +99,11 @@ class CreditMixin(Host):
         if self.plan_setup is None:
             return batch
         rollouts, size = _rollouts(batch), _update_size(self.config)
-        updates = planned(self.plan_setup, rollouts, len(batch) // size, self.global_steps)
+        updates = make_plan(self.plan_setup, rollouts, len(batch) // size, self.global_steps)
         batch = _without(
             batch, set(rollouts.keys).difference(*updates), self.tokenizer.eos_token_id
         )
-        updates = filled(
+        updates = fill_updates(
             updates, [key for key, tag in zip(batch.keys, batch.tags) if _is_filler(tag)], size
         )
         seq_len = {key: tag["seq_len"] for key, tag in zip(batch.keys, batch.tags)}

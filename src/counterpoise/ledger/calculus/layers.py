@@ -28,7 +28,7 @@ class Moving(NamedTuple):
 Lookup = Callable[[Tensor], Moving]
 
 
-def embedded(weight: Moving, ids_M: Tensor, num: int) -> Tensor:
+def embed(weight: Moving, ids_M: Tensor, num: int) -> Tensor:
     value_MD = F.embedding(ids_M, weight.value)
     x_MAD = value_MD.new_zeros(len(ids_M), 1 + num, value_MD.shape[1])
     x_MAD[:, 0] = value_MD
@@ -129,7 +129,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def gated(gate_up_MAF: Tensor) -> Tensor:
+def gate(gate_up_MAF: Tensor) -> Tensor:
     """y = silu(g) u: dy = silu'(g) u dg + silu(g) du."""
     gate_MAF, up_MAF = gate_up_MAF.chunk(2, -1)
     wide = torch.promote_types(gate_MAF.dtype, torch.float32)

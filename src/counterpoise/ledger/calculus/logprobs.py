@@ -21,7 +21,13 @@ from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.policy import length_buckets, logp_function, token_logp
 from counterpoise.policy.backbone import backbone, evaluating
 from counterpoise.policy.logp import reads_prompts_once
-from counterpoise.policy.pack import packed, placed, response_lengths, row_buckets, shares_prompts
+from counterpoise.policy.pack import (
+    pack_rows,
+    place_tokens,
+    response_lengths,
+    row_buckets,
+    shares_prompts,
+)
 
 Params = dict[str, Tensor]
 Cut = Callable[[Sequence[int], int], list[list[int]]]
@@ -134,7 +140,7 @@ def trainable(model: nn.Module) -> Params:
     return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
 
 
-def copied(params: Params) -> Params:
+def copy_params(params: Params) -> Params:
     """A bit-exact copy."""
     return {name: value.clone() for name, value in params.items()}
 
@@ -185,12 +191,14 @@ def of_model(
     def along(params: Params, direction_C: Params, row_R: Tensor) -> Tensor:
         assert parts.head is not None
         some = texts.select(row_R)
-        rows = packed(some.prompt_ids, some.token_ids_NT, some.mask_NT, model.device, share=share)
+        rows = pack_rows(
+            some.prompt_ids, some.token_ids_NT, some.mask_NT, model.device, share=share
+        )
         with autocast():
             change_CM = logp_change(
                 model, params, direction_C, rows, parts.head, temperature=some.temperature
             )
-        return torch.stack([placed(change_M, rows, some.mask_NT) for change_M in change_CM])
+        return torch.stack([place_tokens(change_M, rows, some.mask_NT) for change_M in change_CM])
 
     parts = backbone(model)
     with evaluating(model):

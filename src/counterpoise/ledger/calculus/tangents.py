@@ -25,8 +25,8 @@ from counterpoise.ledger.calculus.layers import (
     Moving,
     attention_of_prompts,
     attention_of_rows,
-    embedded,
-    gated,
+    embed,
+    gate,
     heads,
     linear,
     norm,
@@ -34,7 +34,7 @@ from counterpoise.ledger.calculus.layers import (
 from counterpoise.maths.head import Head, head_logp_change
 from counterpoise.policy import logp_function
 from counterpoise.policy.backbone import backbone
-from counterpoise.policy.pack import Packed, packed, shares_prompts
+from counterpoise.policy.pack import Packed, pack_rows, shares_prompts
 from counterpoise.policy.prefix import Prefixes, flat_ids, flat_index, flat_positions
 from counterpoise.sampling.decoder import why_not
 
@@ -68,7 +68,10 @@ def _agrees(model: Any) -> bool:
     direction_C = {name: _noise(p, number) for number, (name, p) in enumerate(params.items())}
     ids_NT = torch.arange(8, device=model.device).view(2, 4) % model.config.vocab_size
     columns, parts = ([[0, 1, 2]] * 2, ids_NT, torch.ones_like(ids_NT).bool()), backbone(model)
-    rows, name = packed(*columns, model.device, share=shares_prompts(parts)), type(model).__name__
+    rows, name = (
+        pack_rows(*columns, model.device, share=shares_prompts(parts)),
+        type(model).__name__,
+    )
     assert parts.head is not None
     try:
         logp_change(model, params, direction_C, rows, parts.head)
@@ -129,7 +132,7 @@ def logp_change(
         model: a causal LM that ``can_walk``.
         params: trainable parameters by name; the others are the model's.
         direction_C: a change for each of them, directions stacked along a first axis.
-        rows: laid out by ``packed``.
+        rows: laid out by ``pack_rows``.
         head: the model's; its weight is looked up in ``params``.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -183,7 +186,7 @@ def _flat(rows: Packed) -> Flat:
 def _hidden(decoder: Any, rows: Packed, of: Lookup, num: int, dtype: torch.dtype) -> Tensor:
     """What feeds the head at the response tokens and its changes, [M, A, D]."""
     flat = _flat(rows)
-    x_MAD = embedded(of(decoder.embed_tokens.weight), flat.ids_M, num)
+    x_MAD = embed(of(decoder.embed_tokens.weight), flat.ids_M, num)
     cos_1ME, sin_1ME = decoder.rotary_emb(x_MAD[:, 0], flat.position_1M)
     turn = cos_1ME[0][:, None, None], sin_1ME[0][:, None, None]
     for layer in decoder.layers:
@@ -199,5 +202,5 @@ def _hidden(decoder: Any, rows: Packed, of: Lookup, num: int, dtype: torch.dtype
             layer.mlp.gate_proj,
             layer.mlp.up_proj,
         )
-        x_MAD += linear(gated(gate_up_MAF), of, layer.mlp.down_proj)
+        x_MAD += linear(gate(gate_up_MAF), of, layer.mlp.down_proj)
     return norm(x_MAD[flat.index_M], decoder.norm, of)

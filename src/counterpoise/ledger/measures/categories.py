@@ -95,7 +95,7 @@ def category(text: str) -> str:
     return "other" if any(map(str.isalpha, word)) else "template"
 
 
-def named(
+def name_tokens(
     function: Callable[[Sequence[str]], list[str]], texts: Sequence[str]
 ) -> tuple[list[str], str | None]:
     """The category of each text by a function of the user's; by the default rules, and why, where

@@ -20,7 +20,7 @@ Entry = dict[
 ]  # JSON: prompt_id, prompt_ids, solutions (token ids), start (log-probs when first scored, or None)
 
 
-def filled(
+def fill_bank(
     bank: list[Entry],
     size: int,
     prompt_names: Sequence[str],

@@ -119,14 +119,14 @@ CHARTS: tuple[Chart, ...] = (
         of_positive_share,
     ),
     Chart(
-        "weights",
+        "weight",
         "credit",
         "Token weights",
         "A spike at 1 is uniform credit; what is left or right of it is what the credit rules"
         " changed.",
         "Weight = credit / advantage, one number a token. The outermost percent is drawn in the"
         " outer bins.",
-        of_tokens("weights", "weight"),
+        of_tokens("weight", "weight"),
     ),
     Chart(
         "credit",
@@ -134,7 +134,7 @@ CHARTS: tuple[Chart, ...] = (
         "Token credit",
         "Right of 0 pushes a token up, left of 0 down; the two sides should weigh about the same.",
         "Credit: the signed number a token that the loss gets.",
-        of_tokens("advantages", "credit"),
+        of_tokens("credit", "credit"),
     ),
     Chart(
         "categories",

@@ -17,11 +17,11 @@ from counterpoise.run.importers.formats import FORMATS, Encode, Imported
 from counterpoise.run.schema import SCHEMA_VERSION
 
 TOKEN_LISTS = (
-    "inference_logprobs",
-    "trainer_logprobs",
+    "sampler_logp",
+    "trainer_logp",
     "entropy",
-    "importance_ratio",
-    "advantages",
+    "ratio",
+    "credit",
     "is_clipped",
 )
 
@@ -118,9 +118,9 @@ def _rollout_columns(
         "prompt_ids": [row.prompt_ids for row in rows],
         **{
             name: [row.columns.get(name) for row in rows]
-            for name in ("token_ids", "loss_mask", *TOKEN_LISTS[:3], "advantages")
+            for name in ("token_ids", "loss_mask", *TOKEN_LISTS[:3], "credit")
         },
-        "weights": [_weights(row) for row in rows],
+        "weight": [_weights(row) for row in rows],
     }
 
 
@@ -156,16 +156,16 @@ def _token_columns(
         "sign": spread(
             [0 if a is None or math.isnan(a) else (a > 0) - (a < 0) for a in advantage_N]
         ),
-        "weights": _floats(w for row in rows for w in _weights(row)),
+        "weight": _floats(w for row in rows for w in _weights(row)),
     }
     out |= {name: flat(name) for name in TOKEN_LISTS if any(name in row.columns for row in rows)}
-    if "inference_logprobs" in out:
+    if "sampler_logp" in out:
         out["confidence"] = [
-            None if v is None else math.exp(min(v, 0.0)) for v in out["inference_logprobs"]
+            None if v is None else math.exp(min(v, 0.0)) for v in out["sampler_logp"]
         ]
-    if "importance_ratio" not in out and {"inference_logprobs", "trainer_logprobs"} <= set(out):
-        pairs = zip(out["trainer_logprobs"], out["inference_logprobs"])
-        out["importance_ratio"] = [
+    if "ratio" not in out and {"sampler_logp", "trainer_logp"} <= set(out):
+        pairs = zip(out["trainer_logp"], out["sampler_logp"])
+        out["ratio"] = [
             None if a is None or b is None else math.exp(min(a - b, 50.0)) for a, b in pairs
         ]
     if texts:
@@ -188,7 +188,7 @@ def _texts(rows: list[Imported], decode: Any) -> list[list[str]] | None:
 
 def _weights(row: Imported) -> list[float | None]:
     """credit / advantage; 1 where the dump has one advantage a rollout, missing where that is 0."""
-    credit = row.columns.get("advantages")
+    credit = row.columns.get("credit")
     if credit is None:
         return [1.0] * len(row.columns["token_ids"])
     return [None if v is None or not row.advantage else v / row.advantage for v in credit]

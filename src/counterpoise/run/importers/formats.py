@@ -2,7 +2,7 @@
 
 Each reader gives one ``Imported`` a rollout; nothing is unpickled beyond tensors and plain values.
 
-Fields as the trainers write them: prime-rl ``token_exports/batch_*/rank_*.jsonl`` (schema_version
+Fields as the trainers write them: prime-rl ``token_exports/step_*/rank_*.jsonl`` (schema_version
 1), NeMo-RL ``train_data_step*.jsonl``, slime
 ``--save-debug-train-data`` (.pt), TRL ``completions/completions_*.parquet``
 (``log_completions=True``)."""
@@ -45,26 +45,28 @@ def prime_rl(
     """prime-rl's token export: one object a sequence, every field one value a token of prompt and
     response.
     """
-    names = (
-        "token_ids",
-        "loss_mask",
-        "advantages",
-        "inference_logprobs",
-        "trainer_logprobs",
-        "entropy",
-        "importance_ratio",
-    )
+    names = {
+        "token_ids": "token_ids",
+        "loss_mask": "loss_mask",
+        "advantages": "credit",
+        "inference_logprobs": "sampler_logp",
+        "trainer_logprobs": "trainer_logp",
+        "entropy": "entropy",
+        "importance_ratio": "ratio",
+    }
     for where, row in _objects(files):
         _need(where, row, ("token_ids", "loss_mask"))
         start = _first_true(where, row["loss_mask"])
         size = len(row["token_ids"])
         columns = {
-            name: _part(where, row, name, start, size) for name in names if _known(row.get(name))
+            ours: _part(where, row, theirs, start, size)
+            for theirs, ours in names.items()
+            if _known(row.get(theirs))
         }
         if _known(row.get("is_masked")):
             columns["is_clipped"] = _part(where, row, "is_masked", start, size)
         reward = next((r for r in (row.get("rewards") or [])[start:] if r is not None), None)
-        batch = row.get("export_step", row.get("batch"))
+        batch = row.get("export_step", row.get("step"))
         yield Imported(
             _whole(where, "batch", batch),
             None,
@@ -93,16 +95,16 @@ def nemo_rl(
             "loss_mask": mask[start:size],
         }
         for theirs, ours in (
-            ("generation_logprobs", "inference_logprobs"),
-            ("prev_logprobs", "trainer_logprobs"),
-            ("advantages", "advantages"),
+            ("generation_logprobs", "sampler_logp"),
+            ("prev_logprobs", "trainer_logp"),
+            ("advantages", "credit"),
         ):
             if isinstance(row.get(theirs), list) and len(row[theirs]) >= size:
                 columns[ours] = _part(where, row, theirs, start, size)
         if row.get("sample_loss_mask") in (0, 0.0):
             columns["loss_mask"] = [False] * (size - start)
         advantage = (
-            _shared_value(columns) if "advantages" in columns else _scalar(row.get("advantages"))
+            _shared_value(columns) if "credit" in columns else _scalar(row.get("advantages"))
         )
         batch = re.search(r"step(\d+)", Path(where.partition(":")[0]).name)
         number = int(batch[1]) if batch else 0
@@ -138,9 +140,9 @@ def slime(
                 else [True] * size
             )
             for theirs, ours in (
-                ("rollout_log_probs", "inference_logprobs"),
-                ("log_probs", "trainer_logprobs"),
-                ("advantages", "advantages"),
+                ("rollout_log_probs", "sampler_logp"),
+                ("log_probs", "trainer_logp"),
+                ("advantages", "credit"),
                 ("entropy", "entropy"),
             ):
                 value = _plain(rows[theirs][at]) if theirs in rows else None
@@ -148,7 +150,7 @@ def slime(
                     columns[ours] = value
             advantage = (
                 _shared_value(columns)
-                if "advantages" in columns
+                if "credit" in columns
                 else _scalar(rows["rewards"][at] if "rewards" in rows else None)
             )
             reward = _scalar(
@@ -184,11 +186,11 @@ def trl(files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]) ->
             }
             advantage = _scalar(row.get("advantage"))
             columns |= (
-                {} if advantage is None else {"advantages": [advantage] * len(ids)}
+                {} if advantage is None else {"credit": [advantage] * len(ids)}
             )  # TRL gives it to every token
             found = [row[name] for name in names if row[name] is not None]
             yield Imported(
-                int(row.get("batch") or 0),
+                int(row.get("step") or 0),
                 _message_text(row["prompt"]),
                 [],
                 text,
@@ -270,7 +272,7 @@ def _shared_value(columns: dict[str, list[Any]]) -> float | None:
     """
     values = [
         float(v)
-        for v, keep in zip(columns.get("advantages", []), columns["loss_mask"])
+        for v, keep in zip(columns.get("credit", []), columns["loss_mask"])
         if keep and v is not None
     ]
     if not values:

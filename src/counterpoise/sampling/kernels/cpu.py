@@ -36,7 +36,7 @@ from torch import Tensor
 from counterpoise.sampling.decoder import Layer, Shape, Weights
 from counterpoise.sampling.decoder import decode as plain_decode
 
-log = logging.getLogger("counterpoise.rollouts")
+log = logging.getLogger("counterpoise.sampling")
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (

@@ -228,7 +228,7 @@ def _attend(
     tl.store(out_ptr + queries, mixed.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
-def gated(gate_up_BF: Tensor) -> Tensor:
+def gate(gate_up_BF: Tensor) -> Tensor:
     """``silu(gate) * up`` of a joined projection."""
     num_rows, width = gate_up_BF.shape
     out = gate_up_BF.new_empty(num_rows, width // 2)

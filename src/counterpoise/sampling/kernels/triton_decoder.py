@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoise.sampling.decoder import Shape, Weights, linear
-from counterpoise.sampling.kernels.triton_decode import add_norm, attend, gated, rotate_and_store
+from counterpoise.sampling.kernels.triton_decode import add_norm, attend, gate, rotate_and_store
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -52,6 +52,6 @@ def decode(
             x_BD, linear(mixed_BF, layer.out, layer.out_bias), layer.middle_norm, eps, dtype
         )
         change_BD = linear(
-            gated(linear(normed_BD, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias
+            gate(linear(normed_BD, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias
         )
     return add_norm(x_BD, change_BD, weights.norm_D, eps, dtype)

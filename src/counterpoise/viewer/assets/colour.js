@@ -3,16 +3,16 @@
 import { element, number, visible } from "./text.js";
 
 export const LABELS = {
-  advantages: "credit", weights: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
+  credit: "credit", weight: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
   predicted: "predicted change", own: "predicted: own part", coupling: "predicted: coupling", cancellation: "cancellation",
-  entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", importance_ratio: "importance ratio",
-  inference_logprobs: "log-prob, sampler", trainer_logprobs: "log-prob before", trainer_logprobs_after: "log-prob after", token_ids: "token id",
+  entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio",
+  sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_ids: "token id",
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
   node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
   is_fork: "fork of good and bad", kl: "KL after || before",
 };
 const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
-const FIRST = ["advantages", "delta", "own", "coupling", "predicted", "entropy", "confidence", "cancellation", "category", "weights", "change"];
+const FIRST = ["credit", "delta", "own", "coupling", "predicted", "entropy", "confidence", "cancellation", "category", "weight", "change"];
 
 export function label(name) {
   const part = /^part_([^_]+)_(.+)$/.exec(name);

@@ -5,14 +5,14 @@ import { compact, element, number, signed, visible } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
-  ["Credit", ["reward", "advantage", "sign", "weights", "advantages", "coef", "scale", "is_clipped", "loss_mask", "update"]],
-  ["Policy", ["confidence", "entropy", "inference_logprobs", "trainer_logprobs", "trainer_logprobs_after", "importance_ratio"]],
+  ["Credit", ["reward", "advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
+  ["Policy", ["confidence", "entropy", "sampler_logp", "trainer_logp", "trainer_logp_after", "ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_ids", "position"]],
 ];
 const MOVERS = { delta: "actual", predicted: "predicted", own: "own part", coupling: "coupling" };
 const MAX_TWINS = 200;
-const SHORT = { advantages: "credit", delta: "change", own: "own", coupling: "coupling" };
+const SHORT = { credit: "credit", delta: "change", own: "own", coupling: "coupling" };
 
 export function drawEmpty(place) {
   place.replaceChildren(element("p", "hint", "Point at a token to see its numbers. Click it to mark its equals in all rollouts of the prompt. Press ? for keys."));

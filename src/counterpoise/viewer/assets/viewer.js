@@ -9,7 +9,7 @@ import { cells, element, number, visible, visibleLines } from "./text.js";
 
 const byId = (id) => document.getElementById(id);
 const source = makeSource();
-const chosen = { batch: null, prompt: null, colour: "advantages", layout: "text", flips: false, filter: "all" };
+const chosen = { batch: null, prompt: null, colour: "credit", layout: "text", flips: false, filter: "all" };
 let run = null; // what the run is
 let loaded = null; // the batch: prompts, columns, texts
 let group = null; // the prompt: rows and columns of tokens
@@ -189,7 +189,7 @@ function pick(i) {
 }
 
 async function twinsOf(i) {
-  const names = ["advantages", "delta", "own", "coupling"].filter((name) => loaded.columns.some((c) => c.name === name));
+  const names = ["credit", "delta", "own", "coupling"].filter((name) => loaded.columns.some((c) => c.name === name));
   const columns = await Promise.all(names.map(columnOf));
   const rank = columns[names.includes("coupling") ? names.indexOf("coupling") : names.indexOf("delta")] ?? columns[0];
   const rows = [];
