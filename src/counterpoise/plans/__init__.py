@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from counterpoise.plans.audit import Audit, audit, manifest
+from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
 from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
 from counterpoise.plans.shard import shard
@@ -24,6 +24,7 @@ __all__ = [
     "is_ready",
     "length_sorted",
     "manifest",
+    "plan_metrics",
     "query_preserved",
     "quota",
     "random_rows",

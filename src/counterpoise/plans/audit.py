@@ -32,13 +32,13 @@ def manifest(updates: Sequence[Tensor], group_N: Tensor) -> dict[str, Any]:
 class Audit(NamedTuple):
     """Numbers of a plan.
 
-    Per-step fields are lists in update order; positives are rewards above the threshold.
+    Fields per update are lists in the order of the plan; positives are rewards above the threshold.
 
     Attributes:
         num_updates, num_rows, num_prompts: of the plan and the batch.
         num_pairs: same-prompt (positive, negative) pairs in the whole batch.
-        pairs_kept: share of them whose two rollouts meet in one update; a pair with a row left out is
-            not kept. 1 if there are no pairs.
+        pairs_kept: share of them whose two rollouts meet in one update; a pair with a row left out
+            is not kept. 1 if there are no pairs.
         prompts_split: prompts whose rows lie in more than one update.
         prompts_split_frac: share of all prompts.
         num_left_out: rows that no update holds.
@@ -77,10 +77,12 @@ def audit(
     Args:
         plan: a ``Plan`` or the rows of each update.
         batch: the rollouts that were planned.
-        advantage_N: [N] to sum by step.
+        advantage_N: [N] to sum by update.
         threshold: a reward above it is a positive.
 
-    >>> batch = TokenBatch.from_lists([[1], [2], [3], [4]], group=[0, 0, 1, 1], reward=[1, 0, 1, 0], sampler_logp=[[-1.0]] * 4)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2], [3], [4]], group=[0, 0, 1, 1], reward=[1, 0, 1, 0], sampler_logp=[[-1.0]] * 4
+    ... )
     >>> audit([torch.tensor([0, 1, 2]), torch.tensor([3])], batch).pairs_kept
     0.5
     """
@@ -116,6 +118,27 @@ def audit(
             else [float(advantage_N.cpu()[update].sum()) for update in updates]
         ),
     )
+
+
+def plan_metrics(
+    plan: Plan | Sequence[Tensor], batch: TokenBatch, advantage_N: Tensor | None = None
+) -> dict[str, float]:
+    """The audit's numbers that every trainer logs, keys ``plan/...`` as in docs/metrics.md.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2], [3]], group=[0, 0, 1], reward=[1, 0, 1], sampler_logp=[[-1.0]] * 3
+    ... )
+    >>> plan_metrics([torch.tensor([0, 1])], batch)["plan/rows_left_out"]
+    1
+    """
+    numbers = audit(plan, batch, advantage_N)
+    return {
+        "plan/pairs_kept": numbers.pairs_kept,
+        "plan/prompts_split_frac": numbers.prompts_split_frac,
+        "plan/positive_frac_min": min(numbers.positive_frac),
+        "plan/positive_frac_max": max(numbers.positive_frac),
+        "plan/rows_left_out": numbers.num_left_out,
+    }
 
 
 def _by_sign(update: Tensor, is_positive_N: Tensor, index_N: Tensor, num_prompts: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from counterpoise.maths.reduce import groups, masked_mean
-from counterpoise.plans import audit
+from counterpoise.plans import plan_metrics
 from counterpoise.trainer.update import Update
 from counterpoise.types import Credit, Plan, RolloutBatch
 
@@ -22,7 +22,7 @@ def batch_metrics(
     return {
         **rollout_metrics(collected),
         **credit.metrics,
-        **plan_metrics(plan, collected, credit),
+        **plan_metrics(plan, collected.batch, credit.advantage_N),
         **update_metrics(updates),
     }
 
@@ -42,17 +42,6 @@ def rollout_metrics(collected: RolloutBatch) -> dict[str, float]:
         "rollouts/num_tokens": int(batch.mask_NT.sum()),
         "entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT)),
         "grader/num_failures": collected.num_grader_failures,
-    }
-
-
-def plan_metrics(plan: Plan, collected: RolloutBatch, credit: Credit) -> dict[str, float]:
-    seen = audit(plan, collected.batch, credit.advantage_N)
-    return {
-        "plan/pairs_kept": seen.pairs_kept,
-        "plan/prompts_split_frac": seen.prompts_split_frac,
-        "plan/positive_frac_min": min(seen.positive_frac),
-        "plan/positive_frac_max": max(seen.positive_frac),
-        "plan/rows_left_out": len(plan.manifest["left_out"]),
     }
 
 

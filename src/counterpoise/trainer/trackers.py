@@ -58,7 +58,7 @@ def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str,
     run = package.init(
         project=config.project, name=run_dir.name, config=config.model_dump(mode="json"), **options
     )
-    return Tracker(lambda at, numbers: run.log(numbers, batch_number=at), run.finish)
+    return Tracker(lambda at, numbers: run.log(numbers, step=at), run.finish)
 
 
 def _installed(name: str) -> Any:

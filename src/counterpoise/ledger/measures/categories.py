@@ -38,7 +38,7 @@ REASONING = words(
     " given think see count compare increase decrease double half twice"
 )
 TEMPLATE = words(
-    "answer answers final solution question problem update updates boxed box user assistant system"
+    "answer answers final solution question problem step steps boxed box user assistant system"
     " result results text"
 )
 NUMBER_WORDS = words(
