@@ -8,7 +8,7 @@ import pytest
 
 import counterpoise as cp
 from counterpoise.tasks import task
-from counterpoise.trainer.config import ConfigError, load_config, parse_config
+from counterpoise.trainer.config import ConfigError, Section, load_config, parse_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -80,3 +80,8 @@ def test_an_empty_recipe_is_the_default():
         "arithmetic",
         4,
     )
+
+
+@pytest.mark.parametrize("section", [Section, *Section.__subclasses__()], ids=lambda s: s.__name__)
+def test_every_key_has_a_description(section):
+    assert [key for key, field in section.model_fields.items() if not field.description] == []

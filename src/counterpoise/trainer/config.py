@@ -16,75 +16,94 @@ from counterpoise.errors import nearest
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Keys of a recipe; the string below a key is its description in the reference."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Rollouts(Section):
-    """Sampling. ``max_rows`` bounds the rollouts in flight; None means all at once."""
+    """Sampling of a batch."""
 
     prompts: int = Field(default=32, ge=1)
+    """Prompts per batch."""
     group_size: int = Field(default=8, ge=1)
+    """Rollouts per prompt."""
     max_new_tokens: int = Field(default=96, ge=1)
+    """Longest response, in tokens."""
     max_prompt_tokens: int = Field(default=512, ge=1)
+    """Longest prompt, in tokens; a longer one is an error."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: keep the likeliest tokens up to this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
     max_rows: int | None = Field(default=None, ge=1)
+    """Rollouts decoded at once; null decodes all of them at once."""
 
 
 class Optimizer(Section):
-    """AdamW.
-
-    ``token_budget`` bounds padded tokens of a micro-batch and never changes a result beyond
-    rounding (None: by the device).
-
-    ``activation_checkpointing`` computes activations again in the backward (less memory, about a
-    third more time); ``compile`` compiles the decoder layers of the update with torch.compile (on a
-    GPU: a minute at the start, faster batches)."""
+    """AdamW and how a batch is cut into updates."""
 
     lr: float = Field(default=3e-5, gt=0)
+    """Learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
     updates_per_batch: int = Field(default=4, ge=1)
+    """Updates (optimizer steps) that one batch is cut into."""
     clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; null does not clip."""
     warmup: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises to its value."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warmup: constant, or falling to 0 by the end of the run."""
     token_budget: int | None = Field(default=None, ge=1)
+    """Padded tokens per micro-batch (null: by the device); changes results by rounding only."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward: less memory, about a third more time."""
     compile: bool = False
+    """Compile the decoder layers of the update with torch.compile; for long runs on a GPU."""
 
 
 class Eval(Section):
-    """Held-out evaluation; ``every: 0`` switches it off.
-
-    Sampled at ``temperature`` (0 is greedy), ``samples`` a prompt.
-    """
+    """Held-out evaluation."""
 
     every: int = Field(default=20, ge=0)
+    """Batches between two evaluations; 0 switches evaluation off."""
     prompts: int = Field(default=200, ge=1)
+    """Held-out prompts."""
     samples: int = Field(default=1, ge=1)
+    """Rollouts per prompt; above 1 also gives pass@k."""
     temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
 
 
 class Ledger(Section):
-    """``every: 0`` switches the ledger off.
-
-    ``decompose``: classes of tokens whose part in every change is told apart.
-
-    ``bank``: prompts with two verified solutions or more among which solution drift is followed; 0
-    follows none."""
+    """The account of what updates did to tokens."""
 
     every: int = Field(default=10, ge=0)
+    """Batches between two accounts; 0 switches the ledger off."""
     decompose: list[str] = ["sign"]
+    """Axes along which every change is taken apart: sign, category, sharing, confidence."""
     categories: str | None = None
+    """your.module:function that names each token's category; null: the built-in rules."""
     bank: int = Field(default=16, ge=0)
+    """Prompts with two verified solutions whose log-odds are followed; 0 follows none."""
 
 
 class Lora(Section):
+    """Adapters in place of training all weights."""
+
     r: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Layers that get an adapter."""
 
 
 class Buffer(Section):
@@ -93,6 +112,7 @@ class Buffer(Section):
     """
 
     max_rounds: int = Field(default=10, ge=1)
+    """Most rounds of sampling for one batch."""
 
 
 class Corrections(Section):
@@ -101,39 +121,65 @@ class Corrections(Section):
     """
 
     samples: int = Field(default=2, ge=1)
+    """Corrections sampled per failed rollout."""
     edit_cost: float = Field(default=0.1, ge=0)
+    """Price of a correction's edit distance when the best one is chosen."""
     template: str = (
         "{prompt}\n\nA wrong answer:\n{failed}\n\nA correct answer to learn"
         " from:\n{reference}\n\nCorrected answer:\n"
     )
+    """Prompt for a correction; {prompt}, {failed} and {reference} are filled in."""
 
 
 class Config(Section):
     """One training run; the keys are public."""
 
     seed: int = 0
+    """Seed of everything random."""
     run_dir: str = "runs/run"
+    """The run folder."""
     model: str = "bundled"
+    """bundled, smollm2, a Hugging Face folder or hub id, or a .gguf file."""
     chat: bool | None = None
+    """Prompts as one user turn of the chat template (null and true), or as plain text (false)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights; auto: float32, with bfloat16 products on a GPU."""
     device: str = "auto"
+    """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}
+    """arithmetic, jsonl, gym:<name> or your.module:Class, with the task's own keys."""
     method: dict[str, Any] = {"name": "grpo"}
+    """A method by name, then any of its six axes."""
     num_batches: int = Field(default=60, ge=1)
+    """Rounds of sampling; each is cut into optimizer.updates_per_batch updates."""
     rollouts: Rollouts = Rollouts()
+    """Sampling."""
     optimizer: Optimizer = Optimizer()
+    """The update."""
     eval: Eval = Eval()
+    """Held-out evaluation."""
     ledger: Ledger = Ledger()
+    """The account of what updates did to tokens."""
     lora: Lora | None = None
+    """Train adapters instead of all weights; null trains all weights."""
     buffer: Buffer = Buffer()
+    """The plan reward_balanced with mode: buffer."""
     corrections: Corrections | None = None
+    """IBPO's generate mode; null switches it off."""
     grader_time_limit_s: float = Field(default=10.0, gt=0)
+    """Seconds that grading one rollout may take; then its reward is 0."""
     checkpoint_every: int = Field(default=10, ge=0)
+    """Batches between two checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = Field(default=1, ge=1)
+    """Latest checkpoints that are kept."""
     keep_every: int = Field(default=0, ge=0)
+    """Also keep the checkpoints at multiples of this number, for probes; 0 keeps none."""
     save_rollouts_every: int = Field(default=1, ge=0)
+    """Batches between two saved rollout tables; 0 saves none."""
     trackers: list[str] = ["tensorboard"]
+    """Where metrics also go: tensorboard, wandb, trackio."""
     project: str = "counterpoise"
+    """Project name for wandb and trackio."""
 
     @property
     def token_budget(self) -> int:
