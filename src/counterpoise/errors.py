@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
+class ConfigError(ValueError):
+    """A recipe that cannot run; the message is one line a person can act on."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The tail of an error message: the nearest known name, then all of them.
 

@@ -19,7 +19,7 @@ import torch
 import counterpoise as cp
 from counterpoise.policy import load_model, measure
 from counterpoise.run import checkpoint
-from counterpoise.run import folder as run_folder
+from counterpoise.run.environment import source_commit
 from counterpoise.run.files import read_jsonl
 from counterpoise.run.rollouts import read_rollouts, write_rollouts
 from counterpoise.tasks import task
@@ -468,6 +468,6 @@ def test_a_run_folder_that_exists_is_not_overwritten(tmp_path):
 
 
 def test_a_machine_without_git_has_no_commit(monkeypatch):
-    assert run_folder._commit() is None or len(run_folder._commit()) == 40
+    assert source_commit() is None or len(source_commit()) == 40
     monkeypatch.setenv("PATH", "")
-    assert run_folder._commit() is None
+    assert source_commit() is None

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed, version_of
+from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed
+from counterpoise.run.environment import package_versions
 
 PACKAGES = (
     "counterpoise",
@@ -70,7 +71,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpus": gpus,
         "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
-        "packages": {name: version_of(name) for name in PACKAGES},
+        "packages": package_versions(PACKAGES),
     }
 
 

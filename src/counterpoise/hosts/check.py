@@ -4,7 +4,6 @@ names the fix where it fails.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -43,13 +42,6 @@ class Check(NamedTuple):
 def is_installed(package: str) -> bool:
     """Whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_trl() -> list[Check]:

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from counterpoise.errors import ConfigError
 from counterpoise.policy.load import quiet
 from counterpoise.run.files import batch_file, batch_of, write_folder, write_json
 from counterpoise.run.schema import SCHEMA_VERSION
-from counterpoise.trainer.config import ConfigError
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 

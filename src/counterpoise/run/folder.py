@@ -9,33 +9,19 @@ Updates are batches, counted from 0.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from counterpoise.errors import ConfigError
+from counterpoise.run.environment import process_facts
 from counterpoise.run.files import batch_of, read_jsonl, sync_folder, write_json, write_text
 from counterpoise.run.schema import SCHEMA_VERSION
-from counterpoise.trainer.config import Config, ConfigError
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pyarrow",
-    "peft",
-    "math-verify",
-    "reasoning-gym",
-)
+from counterpoise.trainer.config import Config
 
 
 def check_free(run_dir: Path, *, fresh: bool, resume: bool) -> None:
@@ -79,15 +65,10 @@ def create(run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
 
 def facts(config: Config, device: torch.device, method: dict[str, Any]) -> dict[str, Any]:
     """The method on its six axes; commit, versions, device, seed and command of this process."""
-    versions = {name: _version(name) for name in ("counterpoise", *PACKAGES)}
     return {
         "method": method,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **process_facts(),
         "seed": config.seed,
-        "commit": _commit(),
-        "versions": {name: version for name, version in versions.items() if version},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
         "num_threads": torch.get_num_threads(),
     }
@@ -105,27 +86,3 @@ def rewind(run_dir: Path, batch_number: int) -> None:
             if batch_of(file) >= batch_number:
                 file.unlink()
     sync_folder(run_dir)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of this code, where it is a checkout; None if it was installed, even into a folder
-    of somebody's repository.
-    """
-    if shutil.which("git") is None:
-        return None
-    file = Path(__file__)
-
-    def git(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["git", "-C", str(file.parent), *args], capture_output=True, text=True, check=False
-        )
-
-    is_tracked = git("ls-files", "--error-unmatch", file.name).returncode == 0
-    return git("rev-parse", "HEAD").stdout.strip() if is_tracked else None

@@ -12,7 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from counterpoise.errors import nearest
+from counterpoise.errors import ConfigError, nearest
 
 
 class Section(BaseModel):
@@ -216,10 +216,6 @@ RENAMED = {
     "num_steps": "num_batches",
     "optimizer.steps_per_batch": "optimizer.updates_per_batch",
 }
-
-
-class ConfigError(ValueError):
-    """A recipe that cannot run; the message is one line a person can act on."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

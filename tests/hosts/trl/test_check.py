@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_doctor(monkeypatch):
         "found": "gone",
         "fix": "do this",
     }
-    assert found["machine"]["packages"]["trl"] == check.version_of("trl")
+    assert found["machine"]["packages"]["trl"] == importlib.metadata.version("trl")
 
 
 def test_doctor_of_a_host_that_is_not_there(monkeypatch):

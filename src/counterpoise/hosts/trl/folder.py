@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ import yaml
 from torch import Tensor
 
 from counterpoise.hosts.trl.method import Setup
+from counterpoise.run.environment import process_facts
 from counterpoise.run.files import write_json, write_text
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.types import Credit, TokenBatch
-
-PACKAGES = ("counterpoise", "torch", "transformers", "trl", "accelerate", "peft")
 
 
 def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
@@ -46,9 +43,8 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
     }
     write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     facts = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **process_facts(),
         "seed": args.seed,
-        "versions": _versions(),
         "device": str(args.device),
     }
     write_json(folder / "manifest.json", {"schema_version": SCHEMA_VERSION, "host": "trl", **facts})
@@ -97,12 +93,3 @@ def _lists(value_NT: Tensor, mask_NT: Tensor) -> list[list[Any]]:
     return [
         row.to(torch.float32).tolist() if row.is_floating_point() else row.tolist() for row in flat
     ]
-
-
-def _versions() -> dict[str, str]:
-    installed = {
-        point.metadata["Name"].lower(): point.version
-        for point in importlib.metadata.distributions()
-        if point.metadata["Name"]
-    }
-    return {name: installed[name] for name in PACKAGES if name in installed}

@@ -1,0 +1,72 @@
+"""What a run was made with: package versions, commit, command. No torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+# packages whose versions a manifest keeps, where they are installed
+PACKAGES = (
+    "counterpoise",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "peft",
+    "trl",
+    "accelerate",
+    "math-verify",
+    "reasoning-gym",
+)
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of each package, None where it is not installed.
+
+    >>> package_versions(["no-such-package"])
+    {'no-such-package': None}
+    """
+    return {name: _version(name) for name in names}
+
+
+def process_facts() -> dict[str, object]:
+    """Command, commit, versions, Python and platform of this process, for a manifest."""
+    versions = package_versions(PACKAGES)
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": source_commit(),
+        "versions": {name: version for name, version in versions.items() if version},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def source_commit() -> str | None:
+    """The commit of this code, where it is a checkout; None if it was installed, even into a folder
+    of somebody's repository.
+    """
+    if shutil.which("git") is None:
+        return None
+    file = Path(__file__)
+
+    def git(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", "-C", str(file.parent), *args], capture_output=True, text=True, check=False
+        )
+
+    is_tracked = git("ls-files", "--error-unmatch", file.name).returncode == 0
+    return git("rev-parse", "HEAD").stdout.strip() if is_tracked else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
