@@ -39,7 +39,7 @@ def prime_rl_row(response, reward, advantage, **more):
     size, mask = len(PROMPT) + len(response), [False] * len(PROMPT) + [True] * len(response)
     return {
         "schema_version": 1,
-        "batch": 3,
+        "step": 3,
         "export_step": 3,
         "rank": 0,
         "micro_step": 0,
@@ -50,14 +50,14 @@ def prime_rl_row(response, reward, advantage, **more):
         "token_ids": PROMPT + response,
         "position_ids": list(range(size)),
         "loss_mask": mask,
-        "credit": [advantage if keep else 0.0 for keep in mask],
+        "advantages": [advantage if keep else 0.0 for keep in mask],
         "rewards": [reward] * size,
-        "sampler_logp": [-0.1 * (k + 1) for k in range(size)],
-        "trainer_logp": [-0.1 * (k + 1) + 0.01 for k in range(size)],
+        "inference_logprobs": [-0.1 * (k + 1) for k in range(size)],
+        "trainer_logprobs": [-0.1 * (k + 1) + 0.01 for k in range(size)],
         "entropy": [0.5] * size,
         "mismatch_kl": [0.0] * size,
         "log_importance_ratio": [0.01] * size,
-        "ratio": [math.exp(0.01)] * size,
+        "importance_ratio": [math.exp(0.01)] * size,
         "is_masked": [False] * (size - 1) + [True],
         **more,
     }
@@ -120,7 +120,7 @@ def test_nemo_rl(tmp_path, is_wrapped):
             "token_ids": ids,
             "token_loss_mask": mask,
             "sample_loss_mask": 1.0,
-            "credit": [advantage] * len(ids),
+            "advantages": [advantage] * len(ids),
             "generation_logprobs": logprobs,
             "prev_logprobs": [x - 0.01 for x in logprobs],
         }
@@ -150,7 +150,7 @@ def test_slime(tmp_path):
         "loss_masks": [torch.ones(3, dtype=torch.int), torch.ones(2, dtype=torch.int)],
         "rollout_log_probs": [torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([-0.1, -0.9])],
         "log_probs": [torch.tensor([-0.1, -0.2, -0.3]), torch.tensor([-0.1, -0.9])],
-        "credit": [torch.full((3,), 0.7), torch.full((2,), -0.7)],
+        "advantages": [torch.full((3,), 0.7), torch.full((2,), -0.7)],
     }
     torch.save({"rollout_id": 5, "rank": 0, "rollout_data": data}, tmp_path / "5_0.pt")
     out = tmp_path / "run"
@@ -185,7 +185,7 @@ def test_slime_unpickles_nothing_but_tensors_and_plain_values(tmp_path, capsys):
 
 def write_completions(path, **more):
     columns = {
-        "batch": [4, 4],
+        "step": [4, 4],
         "prompt": ["what is", "what is"],
         "completion": ["five plus one", "six"],
         "accuracy_reward": [1.0, 0.0],
@@ -261,9 +261,9 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
         ("{", "line 1 is not JSON"),
         ("[1]", "line 1 must be an object"),
         ('{"token_ids": [1]}', "has no loss_mask"),
-        ('{"batch": 1, "token_ids": [1], "loss_mask": [false]}', "holds no token"),
+        ('{"step": 1, "token_ids": [1], "loss_mask": [false]}', "holds no token"),
         (
-            '{"batch": 1, "token_ids": [1, 2], "loss_mask": [false, true], "entropy": [0.1]}',
+            '{"step": 1, "token_ids": [1, 2], "loss_mask": [false, true], "entropy": [0.1]}',
             "entropy must be a list of 2 values, got 1",
         ),
         ('{"token_ids": [1], "loss_mask": [true]}', "batch must be a whole number, got None"),

@@ -336,7 +336,7 @@ def _reward_columns(table: Any) -> list[str]:
     return [
         f.name
         for f in table.schema
-        if f.name not in ("batch", "advantage")
+        if f.name not in ("step", "advantage")
         and (pa.types.is_floating(f.type) or pa.types.is_integer(f.type))
     ]
 
