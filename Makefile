@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-browser test-hosts test-verl check bench clean
+.PHONY: setup demo test test-browser test-hosts test-verl check docs bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -43,8 +43,13 @@ check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
+# the site, in site/; the generated pages first; a broken link or anchor is an error
+docs: setup
+	$(PY) scripts/make_reference.py
+	$(VENV)/bin/zensical build --clean --strict
+
 bench: setup
 	$(PY) benchmarks/bench_credit.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The figures of docs/claims.md from the numbers under benchmarks/results: the probes' own figures
+"""The figures of docs/results/claims.md from the numbers under benchmarks/results: the probes' own figures
 as pictures.
 
 python benchmarks/claims_figures.py benchmarks/results/claims_bundled docs/img/claims_bundled

@@ -1,4 +1,4 @@
-"""The experiments of docs/claims.md: train by a recipe, probe snapshots of the run, keep raw data
+"""The experiments of docs/results/claims.md: train by a recipe, probe snapshots of the run, keep raw data
 and numbers.
 
     python benchmarks/run_claims.py --recipe recipes/demo.yaml --steps 31 --probe-at 10 20 30 --out

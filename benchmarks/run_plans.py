@@ -1,4 +1,4 @@
-"""E5 of docs/claims.md: do whole prompts and balanced signs in an update improve training?
+"""E5 of docs/results/claims.md: do whole prompts and balanced signs in an update improve training?
 The bundled model, several seeds a plan.
 
     python benchmarks/run_plans.py --seeds 5 --jobs 15 --out benchmarks/results/claims_plans

@@ -26,7 +26,7 @@ def train(
 ) -> None:
     """Train a model by a recipe; everything that happened is in the run folder.
 
-    Example: `counterpoise train recipes/demo.yaml --set method.name=dfpo_min --set num_updates=8
+    Example: `counterpoise train recipes/demo.yaml --set method.name=dfpo_min --set num_batches=8
         --set run_dir=runs/dfpo`
     """
     from counterpoise.trainer.config import load_config

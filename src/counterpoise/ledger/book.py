@@ -166,7 +166,7 @@ class Book:
         )
 
     def summary(self) -> dict[str, float]:
-        """The numbers of the batch, keys as in docs/ledger.md without the prefix."""
+        """The numbers of the batch, keys as in docs/guides/ledger.md without the prefix."""
         out = summary(self.facts, self.columns)
         out |= {f"residual/{name}": value for name, value in mean_of(self.residuals).items()}
         return out | {f"tax/{name}": value for name, value in mean_of(self.taxes).items()}

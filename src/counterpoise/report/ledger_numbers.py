@@ -1,7 +1,7 @@
 """Numbers of the ledger over time, one batch's tokens at a time: flips, residual, learning tax,
 entropy of shared tokens.
 
-Every number is that of ``metrics.jsonl`` (docs/ledger.md), computed again from the tokens so that
+Every number is that of ``metrics.jsonl`` (docs/guides/ledger.md), computed again from the tokens so that
 it carries a bootstrap interval over prompts.
 
 Axes: P prompts, S updates.

@@ -1,6 +1,6 @@
 """The numbers of a batch, from the tensors of the batch.
 
-Every key is explained in docs/metrics.md.
+Every key is explained in docs/reference/metrics.md.
 """
 
 from __future__ import annotations
