@@ -76,7 +76,7 @@ def run(name, world):
         plans.append(
             None
             if trainer.credit_plan is None
-            else [batch_number.tolist() for batch_number in trainer.credit_plan]
+            else [row_R.tolist() for row_R in trainer.credit_plan]
         )
 
     trainer._take_generation = watched

@@ -143,7 +143,7 @@ class Queue:
             return torch.nested.as_nested_tensor(values, layout=torch.jagged)
         return NonTensorStack(*values)
 
-    def pad_prompts(self, keys, name):
+    def padded(self, keys, name):
         return self._column(keys, name).to_padded_tensor(0.0)
 
 
@@ -236,6 +236,6 @@ def optimizer_steps(keys: list[str], update_size: int, num_ranks: int) -> list[l
         cuts = make_iterator(
             rows, update_size // num_ranks, epochs=1, seed=42, dataloader_kwargs={"shuffle": False}
         )
-        for batch_number, cut in zip(updates, cuts, strict=True):
-            batch_number += [rank.keys[row] for row in cut["row"].tolist()]
+        for update, cut in zip(updates, cuts, strict=True):
+            update += [rank.keys[row] for row in cut["row"].tolist()]
     return updates

@@ -160,7 +160,7 @@ def test_doctor_of_verl(problems, monkeypatch):
     from counterpoise.hosts.verl import register as verl
 
     found = verl.Registration("0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems)
-    monkeypatch.setattr(verl, "registered", lambda: found)
+    monkeypatch.setattr(verl, "registration", lambda: found)
     monkeypatch.setattr(verl, "check_verl", lambda: None)
     monkeypatch.setattr(cli, "is_installed", lambda package: True)
     out = run_doctor("verl")

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
-import counterpoise.hosts.trl as host
+import counterpoise.hosts.trl.trainer as host
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -225,7 +225,7 @@ def test_one_rollout_a_prompt(tmp_path, batches):
 def test_evaluation_is_trls(tmp_path):
     args = {
         "method": "dfpo_min",
-        "eval_strategy": "batches",
+        "eval_strategy": "steps",
         "eval_steps": 1,
         "per_device_eval_batch_size": 4,
     }

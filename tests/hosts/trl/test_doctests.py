@@ -9,13 +9,12 @@ import pkgutil
 import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-import counterpoise.hosts
+import counterpoise.hosts.trl
 
 pytestmark = pytest.mark.hosts
 MODULES = [
     name
-    for _, name, _ in pkgutil.iter_modules(counterpoise.hosts.__path__)
-    if name.startswith("trl")
+    for _, name, _ in pkgutil.iter_modules(counterpoise.hosts.trl.__path__)
 ]
 
 
@@ -23,7 +22,7 @@ MODULES = [
 def test_examples(name):
     assert (
         doctest.testmod(
-            importlib.import_module(f"counterpoise.hosts.{name}"), optionflags=doctest.ELLIPSIS
+            importlib.import_module(f"counterpoise.hosts.trl.{name}"), optionflags=doctest.ELLIPSIS
         ).failed
         == 0
     )
@@ -34,7 +33,7 @@ def test_some_have_examples():
     found = [
         case
         for name in MODULES
-        for case in finder.find(importlib.import_module(f"counterpoise.hosts.{name}"))
+        for case in finder.find(importlib.import_module(f"counterpoise.hosts.trl.{name}"))
         if case.examples
     ]
     assert len(found) >= 5

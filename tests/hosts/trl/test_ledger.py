@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_coefficients_are_those_of_the_update(case, tmp_path):
-    """With SGD a batch is the sum of its tokens' gradients times their coefficients: nothing may be
+    """With SGD an update is the sum of its tokens' gradients times their coefficients: nothing may be
     left over for "rest".
     """
     trainer = trl_tiny.ours(tmp_path, args=SGD | CASES[case])
@@ -99,7 +99,7 @@ def test_files_and_metrics(tmp_path):
     folder = tmp_path / "counterpoise"
     run = open_run(folder)
     assert run.problems == []
-    assert (run.updates("tokens"), run.updates("rollouts")) == ([0, 2], [0, 2])
+    assert (run.batches("tokens"), run.batches("rollouts")) == ([0, 2], [0, 2])
     assert run.manifest["host"] == "trl"
     assert run.config["method"]["credit"] == [{"name": "top_entropy"}]
     columns = run.columns("tokens", 2)
@@ -134,7 +134,7 @@ def test_the_rollout_table(tmp_path):
     told = trl_tiny.told(table["prompt"].tolist(), trainer)
     assert [ids.tolist() for ids in table["token_ids"]] == told["completion_ids"]
     for row in table.itertuples():
-        assert row.advantages.tolist() == pytest.approx([row.advantage] * len(row.token_ids))
+        assert row.credit.tolist() == pytest.approx([row.advantage] * len(row.token_ids))
 
 
 def test_trls_own_shuffle_is_audited(tmp_path):

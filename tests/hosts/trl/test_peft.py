@@ -27,7 +27,7 @@ def test_lora(method, beta, tmp_path):
 
 
 def test_the_adapters_hidden_states_are_read(tmp_path, monkeypatch):
-    import counterpoise.hosts.trl as host
+    import counterpoise.hosts.trl.trainer as host
 
     seen, build = [], host.token_batch
 

@@ -1,4 +1,4 @@
-"""The plan decides which rows share an update; how a batch is cut into micro-batches changes
+"""The plan decides which rows share an update; how an update is cut into micro-batches changes
 nothing.
 """
 
@@ -59,7 +59,7 @@ def relative_gap(got, expected):
 )
 @pytest.mark.parametrize("method", ["dapo", "crf_ntf"])
 def test_steps_are_the_plans(method, plan, tmp_path):
-    """By TRL's loss and by ours; the second pass of num_iterations trains on the same batches."""
+    """By TRL's loss and by ours; the second pass of num_iterations trains on the same updates."""
     trainer = trained(
         tmp_path, args={"method": method, "plan": plan, "num_iterations": 2, "max_steps": 16}
     )
@@ -67,7 +67,7 @@ def test_steps_are_the_plans(method, plan, tmp_path):
         assert trainer.credit_plan is None  # TRL's own shuffle is left to TRL
         return
     planned = [
-        sorted(batch_number.tolist()) for plan in trainer.plans for batch_number in [*plan, *plan]
+        sorted(row_R.tolist()) for plan in trainer.plans for row_R in [*plan, *plan]
     ]
     assert trainer.updates() == planned
 
@@ -102,7 +102,7 @@ def half_solved(completions, **kwargs):
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo"])
 def test_rows_that_are_left_out_do_not_count(method, tmp_path, monkeypatch):
-    """Unequal batches with fillers: TRL's mean over rows, corrected, is our reduction over the batch's
+    """Unequal updates with fillers: TRL's mean over rows, corrected, is our reduction over the update's
     true rows.
     """
     args = {"method": method, "plan": "reward_balanced", "max_steps": 4}
@@ -121,7 +121,7 @@ def test_rows_that_are_left_out_do_not_count(method, tmp_path, monkeypatch):
     ["delta", "grpo", "dr_grpo", "dfpo_min", "dfpo_orth", "crf_ntf", "gmpo", "clip_cov", "tpo"],
 )
 def test_cuts_of_a_step_change_nothing(method, tmp_path):
-    """Eight rows a batch as one micro-batch of eight, four of two, eight of one."""
+    """Eight rows per update as one micro-batch of eight, four of two, eight of one."""
     runs = []
     for rows, micro in ((8, 1), (2, 4), (1, 8)):
         sizes = {
@@ -168,7 +168,7 @@ def test_with_one_update_the_plan_changes_nothing(tmp_path):
 
 def test_dfpo_sees_the_whole_step(tmp_path):
     """Minimum over the group of exp(mean log r), from log-probs of the policy as it is before the
-    batch: by hand, second update.
+    update: by hand, second update.
     """
     seen = []
 
@@ -193,13 +193,13 @@ def test_dfpo_sees_the_whole_step(tmp_path):
         reward_funcs=lambda completions, **kw: [float(k % 2) for k in range(len(completions))],
     )
     assert len(seen) == 4
-    for batch_number in (0, 1):
+    for update in (0, 1):
         group, weight, given, mask = (
             torch.cat(parts)
-            for parts in zip(*[columns for at, *columns in seen if at == batch_number])
+            for parts in zip(*[columns for at, *columns in seen if at == update])
         )
         for g in group.unique():
             is_in = group == g
             expected = torch.where(mask[is_in], weight[is_in].min(), 0)
             torch.testing.assert_close(given[is_in], expected, rtol=0, atol=1e-6)
-        assert (weight.max() - weight.min() > 1e-4) == (batch_number == 1)
+        assert (weight.max() - weight.min() > 1e-4) == (update == 1)

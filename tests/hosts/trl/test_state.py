@@ -11,7 +11,7 @@ from counterpoise.hosts.trl.state import credit_state
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
-SAVED = {"save_strategy": "batches", "save_steps": 4, "max_steps": 12}
+SAVED = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
 
 
 @pytest.mark.parametrize("restore", [False, True])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-import counterpoise.hosts.trl as host
+import counterpoise.hosts.trl.trainer as host
 import counterpoise.hosts.trl.method as trl_method
 from helpers import trl_tiny
 

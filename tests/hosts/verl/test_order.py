@@ -40,12 +40,12 @@ def ordered(rows, counterpoise, queue_of, num_ranks=2, mini=2, cls=CreditSync, b
     return optimizer_steps(batch.keys, 4 * mini, num_ranks), batch, queue, metrics
 
 
-def prompts_of(batch_number):
-    return Counter(key.rsplit("_", 2)[0] for key in batch_number if not key.startswith("pad"))
+def prompts_of(update):
+    return Counter(key.rsplit("_", 2)[0] for key in update if not key.startswith("pad"))
 
 
 def is_split(updates):
-    seen = [set(prompts_of(batch_number)) for batch_number in updates]
+    seen = [set(prompts_of(update)) for update in updates]
     return sum(map(len, seen)) > len(set().union(*seen))
 
 
@@ -54,7 +54,7 @@ def is_split(updates):
 def test_query_preserved_keeps_whole_prompts_in_every_step(mini, num_ranks, queue_of):
     rows = rollouts(num_prompts=8, seed=5)
     updates, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks, mini)
-    assert [prompts_of(batch_number).most_common()[-1][1] for batch_number in updates] == [4] * (
+    assert [prompts_of(update).most_common()[-1][1] for update in updates] == [4] * (
         8 // mini
     )
     assert sorted(batch.keys) == sorted(row.key for row in rows)
@@ -79,14 +79,14 @@ def test_tags_travel_with_their_rollouts(queue_of):
 
 
 def test_every_step_is_shared_out_evenly(queue_of):
-    """Within a batch the ranks get equal numbers of rows and nearly equal tokens; verl's log says
+    """Within an update the ranks get equal numbers of rows and nearly equal tokens; verl's log says
     so.
     """
     rows = rollouts(num_prompts=8, seed=5, longest=40)
     updates, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks=2)
     length = dict(zip(batch.keys, [tag["seq_len"] for tag in batch.tags]))
-    for batch_number in updates:
-        halves = [sum(length[key] for key in half) for half in (batch_number[:4], batch_number[4:])]
+    for update in updates:
+        halves = [sum(length[key] for key in half) for half in (update[:4], update[4:])]
         assert abs(halves[0] - halves[1]) <= 0.15 * sum(halves)
     ranks = [sum(length[key] for key in half) for half in (batch.keys[:16], batch.keys[16:])]
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (
@@ -103,7 +103,7 @@ def test_failed_rollouts_leave_room_for_verls_fillers(queue_of):
         rows = rollouts(num_prompts=8, seed=5, sizes=sizes)
         updates, batch, queue, _ = ordered(rows, PRESERVED, queue_of)
         assert not is_split(updates)
-        assert [len(batch_number) for batch_number in updates] == [8] * 4
+        assert [len(update) for update in updates] == [8] * 4
         fillers = [key for key in batch.keys if key.startswith("pad")]
         assert len(fillers) == 32 - sum(sizes)
         assert all(queue.data[key]["response_mask"].sum() == 0 for key in fillers)
@@ -127,20 +127,20 @@ def graded(rewards):
 
 
 def test_reward_balanced_leaves_constant_prompts_out(queue_of):
-    """Two prompts are all right and all wrong: they go, fillers come, and every batch holds as many
+    """Two prompts are all right and all wrong: they go, fillers come, and every update holds as many
     successes as failures.
     """
     rows = graded([4, 1, 3, 2, 0, 1, 3, 2])
     updates, batch, queue, metrics = ordered(rows, BALANCED, queue_of, mini=4)
-    kept = {key for batch_number in updates for key in batch_number if not key.startswith("pad")}
+    kept = {key for update in updates for key in update if not key.startswith("pad")}
     assert kept == {row.key for row in rows if row.prompt not in ("p0", "p4")}
     assert not is_split(updates)
     reward = {row.key: float(row.fields["rm_scores"].sum()) for row in rows}
-    assert [sum(reward.get(key, 0) for key in batch_number) for batch_number in updates] == [6, 6]
+    assert [sum(reward.get(key, 0) for key in update) for update in updates] == [6, 6]
     assert len(batch.keys) == 32 and len(set(batch.keys)) == 32
     assert set(queue.data) == set(batch.keys)
     fillers = [key for key in batch.keys if key.startswith("pad")]
-    assert [sum(key in fillers for key in batch_number) for batch_number in updates] == [4, 4]
+    assert [sum(key in fillers for key in update) for update in updates] == [4, 4]
     assert metrics["counterpoise/plan/rows_left_out"] == 8
     assert (
         metrics["counterpoise/plan/positive_frac_lowest"]
@@ -170,7 +170,7 @@ def test_a_plan_works_beside_our_credit(queue_of):
 
 
 def test_steps_that_cannot_be_filled_are_an_error():
-    with pytest.raises(ValueError, match="3 rows do not make 2 batches of 2"):
+    with pytest.raises(ValueError, match="3 rows do not make 2 updates of 2"):
         fill_updates([["a"], ["b"]], ["x"], 2)
     assert by_rank([["a", "b"]], {"a": 1, "b": 2}, 1, lambda work, num_ranks: [[1, 0]]) == [
         ["b", "a"]

@@ -1,4 +1,4 @@
-"""verl's discovery of plug-ins, in fresh processes: what it loads, and what ``registered`` says
+"""verl's discovery of plug-ins, in fresh processes: what it loads, and what ``registration`` says
 when it does not.
 """
 
@@ -38,14 +38,14 @@ print(json.dumps({
 }))
 """
 LOOK = (
-    "import json; from counterpoise.hosts.verl import registered;"
-    " print(json.dumps(registered()._asdict()))"
+    "import json; from counterpoise.hosts.verl import registration;"
+    " print(json.dumps(registration()._asdict()))"
 )
 
 
 @pytest.fixture
 def look(tmp_path):
-    """``registered()`` in a fresh process that finds the entry point, as an installed counterpoise
+    """``registration()`` in a fresh process that finds the entry point, as an installed counterpoise
     has it.
     """
     info = tmp_path / "counterpoise_as_installed-0.dist-info"
@@ -117,7 +117,7 @@ def test_a_failure_that_verl_swallowed_is_named(look):
     assert seen["estimators"] == seen["losses"] == []
     assert len(seen["problems"]) == 1
     assert "swallowed a failure of counterpoise.hosts.verl.plugin" in seen["problems"][0]
-    assert "verl_losses" in seen["problems"][0]
+    assert "hosts.verl.loss" in seen["problems"][0]
 
 
 def test_without_transfer_queue_estimators_and_losses_remain(look):
@@ -163,11 +163,11 @@ def test_a_process_that_loaded_verl_before_counterpoise_was_there(unloaded):
 MISSING = """
 import sys
 sys.modules["verl"] = None
-from counterpoise.hosts.verl import register, registered
-print(registered().problems)
-for batch in (register, lambda: __import__("counterpoise.hosts.verl.trainer")):
+from counterpoise.hosts.verl import register, registration
+print(registration().problems)
+for call in (register, lambda: __import__("counterpoise.hosts.verl.trainer")):
     try:
-        step()
+        call()
     except ImportError as error:
         print(error)
 """

@@ -90,7 +90,9 @@ def command(folder: Path, **changed: str) -> list[str]:
 def trained(folder: Path, **changed: str) -> list[dict]:
     """Run verl's trainer to its end; the metrics of each batch."""
     environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        ),
         "VERL_USE_EXTERNAL_MODULES": "helpers.verl.on_cpu,helpers.verl.sampler",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
@@ -144,8 +146,8 @@ def pad_prompts(parts, width):
 def replayed(
     folder: Path, method: cp.Method, loss: cp.Method
 ) -> tuple[dict[str, torch.Tensor], list[cp.Credit]]:
-    """The same two batches by a plain loop: credit of the core once a batch, its loss, one SGD batch
-    a planned update.
+    """The same two batches by a plain loop: credit of the core once a batch, its loss, one SGD step
+    per planned update.
     """
     model, state, credits = model_with(folder), None, []
     for batch_number in (1, 2):

@@ -67,14 +67,14 @@ def fill_updates(updates: Sequence[Sequence[str]], fillers: Sequence[str], size:
 
     Rows beyond it move to the updates that have room, which splits a prompt; fillers take the rest.
 
-    >>> filled([["a", "b", "c"], ["d"]], ["x", "y"], 3)
+    >>> fill_updates([["a", "b", "c"], ["d"]], ["x", "y"], 3)
     [['a', 'b', 'c'], ['d', 'x', 'y']]
-    >>> filled([["a", "b", "c"], ["d"]], [], 2)
+    >>> fill_updates([["a", "b", "c"], ["d"]], [], 2)
     [['a', 'b'], ['d', 'c']]
     """
     total = sum(map(len, updates)) + len(fillers)
     if total != size * len(updates):
-        raise ValueError(f"filled: {total} rows do not make {len(updates)} updates of {size}.")
+        raise ValueError(f"fill_updates: {total} rows do not make {len(updates)} updates of {size}.")
     spare = [key for update in updates for key in update[size:]] + list(fillers)
     out = [list(update[:size]) for update in updates]
     for update in out:
