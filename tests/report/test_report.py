@@ -320,7 +320,7 @@ def test_import_command(tmp_path):
     }
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
     done = command(import_, "prime-rl", tmp_path / "rank_0.jsonl", "--out", tmp_path / "run")
-    assert "1 rollouts of 1 step(s)" in done.stdout
+    assert "1 rollouts of 1 batch(es)" in done.stdout
     assert pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000000.parquet")[
         "token_ids"
     ].tolist() == [2, 3]

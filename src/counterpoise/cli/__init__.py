@@ -1,83 +1,113 @@
-"""The command line: one file a sub-command.
+"""The command line: one file per command.
 
-A mistake of the user is one line on stderr and exit code 2, never a traceback.
+A file is named after its command; where Python has the word (``eval``, ``import``), the file and
+its function end in an underscore. A mistake of the user is one line on stderr and exit code 2,
+never a traceback.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from typing import NoReturn
 
 from counterpoise.errors import nearest
 
-# sub-command -> what it does; cli/<name>.py holds a function of that name (with a trailing
-# underscore where Python has the word) and is imported only when it is asked for
+# command -> (what it does, the extra of the package that it needs)
 COMMANDS = {
-    "train": "Train a model by a recipe.",
-    "eval": "Held-out accuracy of a model or a run; paired comparison of two.",
-    "methods": "List the methods, or show one on its six axes.",
-    "report": "One HTML page of a run or of several.",
-    "compare": "Runs side by side: intervals, paired bootstrap, batches to a threshold.",
-    "view": "The token viewer in a browser.",
-    "probe": "An experiment on a snapshot of a run.",
-    "replay": "One saved batch under several methods.",
-    "audit": "What of each prompt meets in one update, under several plans.",
-    "import": "Token dumps of other trainers into a run folder.",
-    "doctor": "Versions, hosts, what got registered, what is broken and the fix.",
+    "train": ("Train a model by a recipe.", "train"),
+    "eval": ("Measure held-out accuracy; compare two models on the same prompts.", "train"),
+    "methods": ("List the methods, or show one on its six axes.", "cli"),
+    "report": ("Write an HTML page about one run or several.", "report"),
+    "compare": ("Compare methods over seeds, with intervals.", "report"),
+    "view": ("Look at the tokens of a run in a browser.", "report"),
+    "probe": ("Run an experiment on a saved batch.", "train"),
+    "replay": ("Put one saved batch through several methods.", "train"),
+    "audit": ("Show which rollouts of a prompt share an update, under several plans.", "train"),
+    "import": ("Turn token dumps of other trainers into a run folder.", "report"),
+    "doctor": ("Check versions and hosts; say what is broken and the fix.", "cli"),
 }
 
 
 def main() -> None:
     """Entry point of ``counterpoise``."""
-    import typer
+    try:
+        dispatch(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough: counterpoise methods | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
-    args = sys.argv[1:]
+
+def dispatch(args: list[str]) -> None:
+    """Answer --help and --version, or run the command that the first argument names."""
     if not args or args[0] in ("--help", "-h"):
         print(overview())
-        sys.exit(0)
-    if args[0] == "--version":
+    elif args[0] == "--version":
         from counterpoise import __version__
 
         print(__version__)
-        sys.exit(0)
-    if args[0] not in COMMANDS:
+    elif args == ["methods"]:  # like --help, without the option parser: a tenth of the time
+        from counterpoise.cli.method_list import method_list, summaries
+
+        print(method_list(summaries()))
+    elif args[0] in COMMANDS:
+        run_command(args[0], args[1:])
+    else:
         fail(f"unknown command {args[0]!r}. {nearest(args[0], COMMANDS)}")
-    app = typer.Typer(
-        add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+
+
+def overview() -> str:
+    """What there is, one line per command."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "counterpoise: see and steer the credit of every token in critic-free RL.",
+            "",
+            "Usage: counterpoise COMMAND [OPTIONS]",
+            "",
+            *(f"  {name:<{width}}  {text}" for name, (text, _) in COMMANDS.items()),
+            "",
+            "counterpoise COMMAND --help explains its options and shows an example.",
+        ]
     )
-    name = f"{args[0]}_" if args[0] in ("eval", "import") else args[0]
-    app.command(name=args[0])(getattr(importlib.import_module(f"counterpoise.cli.{name}"), name))
+
+
+def run_command(command: str, args: list[str]) -> None:
+    """Import the command's file, parse its options and run it."""
+    name = f"{command}_" if command in ("eval", "import") else command
     try:
-        app(args=args[1:], prog_name=f"counterpoise {args[0]}")
+        import typer
+
+        app = typer.Typer(
+            add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+        )
+        module = importlib.import_module(f"counterpoise.cli.{name}")
+        app.command(name=command)(getattr(module, name))
+        app(args=args, prog_name=f"counterpoise {command}")
+    except ModuleNotFoundError as error:
+        fail(missing_package(command, error))
+    except BrokenPipeError:
+        raise
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 
 
-def overview() -> str:
-    """What there is, one line a command."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            (
-                "counterpoise: see and steer the credit that every token gets in critic-free RL of"
-                " language models."
-            ),
-            "",
-            (
-                "Usage: counterpoise COMMAND [OPTIONS]      counterpoise COMMAND --help shows an"
-                " example"
-            ),
-            "",
-            *lines,
-        ]
+def missing_package(command: str, error: ModuleNotFoundError) -> str:
+    """Which package is not there, and the extra that brings it."""
+    package, extra = str(error.name).partition(".")[0], COMMANDS[command][1]
+    if package == "counterpoise":
+        raise error
+    return (
+        f"{command} needs the package {package!r}. Install it: pip install 'counterpoise[{extra}]'"
     )
 
 
-def fail(message: str) -> None:
-    """One line for a person, exit code 2; what came out of a file cannot steer the terminal."""
+def fail(message: str) -> NoReturn:
+    """One line for a person, exit code 2; text from a file cannot steer the terminal."""
     from counterpoise.text import visible
 
     print(f"counterpoise: {visible(message, keep=chr(10))}", file=sys.stderr)

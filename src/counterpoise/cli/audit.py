@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from counterpoise.cli.show import Json, print_json, print_table, waiting
 
 
 def audit(
@@ -21,13 +22,14 @@ def audit(
     ] = None,
     num_updates: Annotated[
         int | None,
-        typer.Option("--updates", min=1, help="Updates a batch; the run's own, or 4."),
+        typer.Option("--updates", min=1, help="Updates per batch; the run's own, or 4."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of plans that draw.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of plans that draw at random.")] = 0,
+    json_: Json = False,
 ) -> None:
-    """Which good and bad rollouts of a prompt meet in one update: as trained, under our
-    plans, in TRL and in verl.
+    """Show which good and bad rollouts of a prompt share an update.
+
+    Compares the plan of the run with our plans and with those of TRL and verl.
 
     Example: `counterpoise audit runs/demo --batch 20`
     """
@@ -35,49 +37,35 @@ def audit(
 
     if not source.exists():
         raise ValueError(f"audit: no file or folder {str(source)!r}.")
-    found = audit_plans(source, batch_number=batch, num_updates=num_updates, seed=seed)
+    with waiting("auditing plans"):
+        result = audit_plans(source, batch_number=batch, num_updates=num_updates, seed=seed)
     if json_:
-        print(json.dumps(found, indent=1))
+        print_json(result)
     else:
-        _print_table(found)
+        _print_result(result)
 
 
-def _print_table(found: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_result(result: dict[str, Any]) -> None:
     from counterpoise.probes.plans import averages
 
-    num = max(len(audits) for audits in found["plans"].values())
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{num} batches, {found['num_updates']} updates each",
-        title_justify="left",
-    )
-    for name in (
-        "plan",
-        "pairs kept",
-        "prompts split",
-        "positive share",
-        "tokens a batch",
-        "rows left out",
-    ):
-        table.add_column(name, justify="left" if name == "plan" else "right")
-    for label, audits in found["plans"].items():
-        one = averages(audits)
-        share = f"{one['positive_frac_min']:.2f} to {one['positive_frac_max']:.2f}"
-        tokens = f"{one['tokens_min']:.0f} to {one['tokens_max']:.0f}"
-        kept, split, left_out = (
-            f"{one['pairs_kept']:.3f}",
-            f"{one['prompts_split_frac']:.3f}",
-            f"{one['num_left_out']:.1f}",
-        )
-        table.add_row(label, kept, split, share, tokens, left_out)
-    Console(width=132).print(table)
+    num = max(len(audits) for audits in result["plans"].values())
+    print(f"{num} batches, {result['num_updates']} updates each")
+    head = ("plan", "pairs kept", "prompts split", "positive share", "update tokens", "left out")
+    rows = [(label, *_cells(averages(audits))) for label, audits in result["plans"].items()]
+    print_table(head, rows, left=["plan"])
     print(
-        "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one optimizer"
-        " batch"
+        "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one update\n"
+        "left out: rollouts that no update trains on"
     )
-    for problem in found["problems"]:
+    for problem in result["problems"]:
         print(f"not possible: {problem}")
+
+
+def _cells(mean: dict[str, float]) -> tuple[str, ...]:
+    return (
+        f"{mean['pairs_kept']:.3f}",
+        f"{mean['prompts_split_frac']:.3f}",
+        f"{mean['positive_frac_min']:.2f} to {mean['positive_frac_max']:.2f}",
+        f"{mean['tokens_min']:.0f} to {mean['tokens_max']:.0f}",
+        f"{mean['num_left_out']:.1f}",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from counterpoise.cli.show import Json, print_json, waiting
 from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed
 from counterpoise.run.environment import package_versions
 
@@ -32,30 +32,32 @@ HOSTS = ("trl", "verl")
 
 def doctor(
     host: Annotated[str | None, typer.Argument(help="Look at one host: trl or verl.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_: Json = False,
 ) -> None:
-    """Versions, devices, hosts: what is there, what got registered, what is broken and the fix.
+    """Check versions, devices and hosts; say what is broken and the fix.
 
-    Ends with 1 if something is.
+    Trains a tiny model for two updates to prove that credit reaches the host's loss.
+    Exit code 1 if something is broken.
 
-    Trains a tiny model for two updates to prove that credit reaches the host's loss. Example:
-    `counterpoise doctor trl`"""
+    Example: `counterpoise doctor trl`
+    """
     from counterpoise.errors import nearest
 
     if host is not None and host not in HOSTS:
         raise ValueError(f"unknown host {host!r}. {nearest(host, HOSTS)}")
     machine = machine_facts()
-    found = {name: check_host(name) for name in ([host] if host else HOSTS)}
-    is_broken = any(not check.is_ok for checks in found.values() for check in checks or [])
-    is_broken |= host is not None and found[host] is None
+    with waiting("checking hosts"):
+        hosts = {name: check_host(name) for name in ([host] if host else HOSTS)}
+    is_broken = any(not check.is_ok for checks in hosts.values() for check in checks or [])
+    is_broken |= host is not None and hosts[host] is None
     if json_:
-        hosts = {
+        listed = {
             name: None if checks is None else [check._asdict() for check in checks]
-            for name, checks in found.items()
+            for name, checks in hosts.items()
         }
-        print(json.dumps({"machine": machine, "hosts": hosts}, indent=1))
+        print_json({"machine": machine, "hosts": listed})
     else:
-        print(report(machine, found))
+        print(report(machine, hosts))
     if is_broken:
         sys.exit(1)
 
@@ -82,7 +84,7 @@ def check_host(name: str) -> list[Check] | None:
     return _quietly(check_trl if name == "trl" else check_verl)
 
 
-def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str:
+def report(machine: dict[str, Any], hosts: dict[str, list[Check] | None]) -> str:
     """Text for a person."""
     gpus = ", ".join(machine["gpus"]) or "no GPU"
     lines = [
@@ -92,7 +94,7 @@ def report(machine: dict[str, Any], found: dict[str, list[Check] | None]) -> str
         f"  {name:<13} {version or 'not installed'}"
         for name, version in machine["packages"].items()
     ]
-    for name, checks in found.items():
+    for name, checks in hosts.items():
         lines.append(f"host {name}")
         if checks is None:
             lines.append(f"  not installed: pip install 'counterpoise[{name}]'")

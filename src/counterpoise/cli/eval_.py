@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
+
+from counterpoise.cli.show import Json, print_json, waiting
+
+if TYPE_CHECKING:
+    from counterpoise.trainer.config import Config
+    from counterpoise.trainer.evaluate import Evaluation
+
+
+class Settings(TypedDict):
+    """What the command line says about the evaluation."""
+
+    prompts: int
+    samples: int
+    temperature: float
+    seed: int
 
 
 def eval_(
     model: Annotated[
         str,
         typer.Argument(
-            help=(
-                "A run folder, a checkpoint, bundled, smollm2, a Hugging Face folder or hub id, a"
-                " .gguf file."
-            )
+            help="A run folder, a checkpoint, bundled, smollm2, a Hugging Face folder or hub id, a"
+            " .gguf file."
         ),
     ],
     against: Annotated[
-        str | None, typer.Option(help="A second one, compared on the same prompts.")
+        str | None, typer.Option(help="A second model, compared on the same prompts.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="Recipe with task and limits; a run folder brings its own.")
@@ -28,45 +40,35 @@ def eval_(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts.")] = 200,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of held-out prompts.")] = 200,
     samples: Annotated[int, typer.Option(min=1, help="k of avg@k and pass@k.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Which held-out prompts and random streams.")] = 0,
-    json_: Annotated[
-        bool, typer.Option("--json", help="For machines, with the reward of every sample.")
-    ] = False,
+    seed: Annotated[int, typer.Option(help="Chooses the prompts and the random streams.")] = 0,
+    json_: Json = False,
 ) -> None:
-    """Held-out accuracy (avg@k), unbiased pass@k and bootstrap intervals; with --against the paired
-    difference.
+    """Measure held-out accuracy: avg@k, unbiased pass@k, bootstrap intervals.
+
+    With --against also the paired difference. --json holds the reward of every sample.
 
     Example: `counterpoise eval runs/demo --against bundled --samples 8`
     """
     from counterpoise.trainer.evaluate import difference
 
     recipe = _recipe(model, against, config, set_)
-    settings = {"prompts": prompts, "samples": samples, "temperature": temperature, "seed": seed}
-    results = {
-        name: _evaluated(name, recipe, settings)
-        for name in [model, *([against] if against else [])]
-    }
+    settings = Settings(prompts=prompts, samples=samples, temperature=temperature, seed=seed)
+    results = {}
+    for name in (model, against) if against else (model,):
+        with waiting(f"evaluating {name}"):
+            results[name] = _evaluate(name, recipe, settings)
     paired = (
         difference(results[against].reward_PK, results[model].reward_PK, seed) if against else None
     )
     if json_:
-        out: dict[str, Any] = {
-            name: {**r._asdict(), "reward_PK": r.reward_PK.tolist(), "texts": None}
-            for name, r in results.items()
-        }
-        print(json.dumps(out | ({"difference": paired._asdict()} if paired else {})))
+        out: dict[str, object] = {name: _as_json(result) for name, result in results.items()}
+        print_json(out | ({"difference": paired._asdict()} if paired else {}))
         return
     for name, result in results.items():
-        mean, low, high = (100 * x for x in result.accuracy)
-        passed = "".join(f"  pass@{k} {100 * v:.1f}%" for k, v in result.pass_at.items() if k > 1)
-        kind = "greedy" if temperature == 0 else f"avg@{samples}"
-        print(
-            f"{name}: {kind} {mean:.1f}% [{low:.1f}, {high:.1f}]{passed}  ({prompts} prompts,"
-            f" {result.mean_length:.0f} tokens)"
-        )
+        print(_line(name, result, settings))
     if paired:
         mean, low, high = (100 * x for x in paired)
         verdict = "within noise" if low <= 0 <= high else "beyond noise"
@@ -76,28 +78,35 @@ def eval_(
         )
 
 
+def _as_json(result: Evaluation) -> dict[str, object]:
+    return {**result._asdict(), "reward_PK": result.reward_PK.tolist(), "texts": None}
+
+
+def _line(name: str, result: Evaluation, settings: Settings) -> str:
+    mean, low, high = (100 * x for x in result.accuracy)
+    passed = "".join(f"  pass@{k} {100 * v:.1f}%" for k, v in result.pass_at.items() if k > 1)
+    kind = "greedy" if settings["temperature"] == 0 else f"avg@{settings['samples']}"
+    return (
+        f"{name}: {kind} {mean:.1f}% [{low:.1f}, {high:.1f}]{passed}"
+        f"  ({settings['prompts']} prompts, {result.mean_length:.0f} tokens)"
+    )
+
+
 def _recipe(
     model: str, against: str | None, config: str | None, overrides: list[str] | None
-) -> Any:
+) -> Config:
     from counterpoise.trainer.config import load_config, parse_config
 
-    found = (
-        [config]
-        if config
-        else [
-            str(Path(name) / "config.yaml")
-            for name in (model, against)
-            if name and (Path(name) / "config.yaml").is_file()
-        ]
-    )
-    if found:
-        return load_config(found[0], overrides)
+    beside = [Path(name) / "config.yaml" for name in (model, against) if name]
+    files = [config] if config else [str(file) for file in beside if file.is_file()]
+    if files:
+        return load_config(files[0], overrides)
     if overrides:
         raise ValueError("--set needs --config or a run folder to override.")
     return parse_config({})
 
 
-def _evaluated(name: str, recipe: Any, settings: dict[str, Any]) -> Any:
+def _evaluate(name: str, recipe: Config, settings: Settings) -> Evaluation:
     from counterpoise.policy import load_model
     from counterpoise.run.checkpoint import checkpoints
     from counterpoise.tasks import task
@@ -105,9 +114,9 @@ def _evaluated(name: str, recipe: Any, settings: dict[str, Any]) -> Any:
     from counterpoise.trainer.loop import device_of
 
     if (Path(name) / "manifest.json").is_file():
-        found = checkpoints(Path(name))
-        if not found:
+        saved = checkpoints(Path(name))
+        if not saved:
             raise ValueError(f"{name}: the run has no checkpoint yet.")
-        name = str(found[-1])
+        name = str(saved[-1])
     policy = load_model(name, device=device_of(recipe))
     return evaluate(policy, task(**recipe.task), recipe, **settings)

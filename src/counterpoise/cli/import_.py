@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from counterpoise.cli.show import Json, print_json, waiting
+
 
 def import_(
     kind: Annotated[str, typer.Argument(metavar="FORMAT", help="prime-rl, nemo-rl, slime or trl.")],
@@ -24,18 +26,22 @@ def import_(
         list[str] | None,
         typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default."),
     ] = None,
+    json_: Json = False,
 ) -> None:
-    """Make a run folder of another trainer's token dump, for view, report and audit.
+    """Turn another trainer's token dump into a run folder, for view, report and audit.
 
-    Example: `counterpoise import prime-rl outputs/token_exports --out runs/prime --tokenizer
-        model/`
+    Example: `counterpoise import prime-rl token_exports --out runs/prime --tokenizer model`
     """
     from counterpoise.ledger.measures.categories import categories
     from counterpoise.run.importers.convert import import_run
     from counterpoise.text import visible
 
-    batches = import_run(
-        kind, source, out, tokenizer=tokenizer, rewards=reward or (), categories=categories
-    )
-    print(f"{sum(batches.values())} rollouts of {len(batches)} step(s) in {visible(out)}")
+    with waiting(f"importing {source}"):
+        batches = import_run(
+            kind, source, out, tokenizer=tokenizer, rewards=reward or (), categories=categories
+        )
+    if json_:
+        print_json({"run_dir": str(out), "rollouts": batches})
+        return
+    print(f"{sum(batches.values())} rollouts of {len(batches)} batch(es) in {visible(out)}")
     print(f"See them: counterpoise view {visible(out)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from counterpoise.cli.show import Json, print_json, waiting
 
 
 def probe(
@@ -26,31 +27,32 @@ def probe(
         typer.Option("--set", help="A setting of the probe: --set pairs=100 (repeatable)."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin again instead of going on.")
+        bool, typer.Option("--fresh", help="Begin again instead of continuing.")
     ] = False,
     pool: Annotated[
         bool,
         typer.Option(
-            "--pool", help="Run nothing: the numbers over all batches at which the probe was run."
+            "--pool", help="Run nothing; pool the numbers of all batches that were probed."
         ),
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_: Json = False,
 ) -> None:
-    """An experiment on a saved moment of a run: raw data, a figure and a summary in RUN/probes.
+    """Run an experiment on a saved batch of a run.
 
-    The run stays as it was.
+    Raw data, a figure and a summary go to RUN/probes; the run stays as it was.
 
     Example: `counterpoise probe runs/demo --batch 20 --probe counterfactual`
     """
     from counterpoise import probes
 
-    summary = (
-        probes.pool(run, name)
-        if pool
-        else probes.run_probe(run, name, batch, settings_of(set_ or []), fresh=fresh)
-    )
+    with waiting(f"probing: {name}"):
+        summary = (
+            probes.pool(run, name)
+            if pool
+            else probes.run_probe(run, name, batch, settings_of(set_ or []), fresh=fresh)
+        )
     if json_:
-        print(json.dumps(summary, indent=1))
+        print_json(summary)
         return
     rest = f", {summary['num_prompts']} prompts" if "num_prompts" in summary else ""
     print(f"{name} of {run}, batch {summary.get('batch', summary.get('batches'))}{rest}")

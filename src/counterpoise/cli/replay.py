@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from counterpoise.cli.show import Json, print_json, waiting
 
 
 def replay(
@@ -19,22 +20,23 @@ def replay(
     apply: Annotated[
         bool, typer.Option("--apply", help="Try the update of each, all from one snapshot.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    json_: Json = False,
 ) -> None:
-    """One saved batch under several methods: credits side by side, rank correlations, and the
-    update of each.
+    """Put one saved batch through several methods.
 
-    Example: `counterpoise replay runs/demo --batch 20 --method dapo --method delta --method dfpo_min
-        --apply`
+    Their credits side by side, rank correlations, and with --apply the update of each.
+
+    Example: `counterpoise replay runs/demo --batch 20 --method dapo --method delta --apply`
     """
     from counterpoise.cli.probe import lines_of
-    from counterpoise.probes.replay import replay as replayed
+    from counterpoise.probes import replay as probe
 
-    summary = replayed(run, batch, method, apply=apply)
+    with waiting(f"replaying batch {batch}"):
+        summary = probe.replay(run, batch, method, apply=apply)
     if json_:
-        print(json.dumps(summary, indent=1))
+        print_json(summary)
         return
     print(f"batch {batch} of {run} under {len(method)} methods")
     for line in lines_of(summary["numbers"]):
         print(line)
-    print(f"raw data, one row a token, and figure: {summary['folder']}")
+    print(f"raw data, one row per token, and figure: {summary['folder']}")

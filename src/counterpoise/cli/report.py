@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from counterpoise.cli.show import Json, print_json, waiting
 
 
 def report(
@@ -24,22 +25,21 @@ def report(
         int | None,
         typer.Option(min=0, help="Which batch's tokens to show; the last one by default."),
     ] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", help="For machines: where the page is and what was missing.")
-    ] = False,
+    json_: Json = False,
 ) -> None:
-    """Write a page that opens from disk: curves, plan, credit, ledger, samples.
+    """Write an HTML page that opens from disk: curves, plan, credit, ledger, samples.
 
     Example: `counterpoise report runs/demo`
     """
     from counterpoise.report.page import write_report
     from counterpoise.text import visible
 
-    path, found = write_report(runs, out, batch=batch)
+    with waiting("writing the report"):
+        path, result = write_report(runs, out, batch=batch)
     if json_:
-        print(json.dumps({"page": str(path), "problems": found.problems, "absent": found.absent}))
+        print_json({"page": str(path), "problems": result.problems, "absent": result.absent})
         return
-    for problem in found.problems:
+    for problem in result.problems:
         print(f"missing: {visible(problem)}")
     print(f"Open {visible(path)}")
     if len(runs) == 1:

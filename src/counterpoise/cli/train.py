@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+import importlib.util
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from counterpoise.cli.show import Json, print_json
+
+if TYPE_CHECKING:
+    from counterpoise.trainer.loop import Result
 
 
 def train(
@@ -20,31 +25,28 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Replace a run that is in run_dir.")
     ] = False,
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, no progress bar.")
-    ] = False,
+    json_: Json = False,
 ) -> None:
     """Train a model by a recipe; everything that happened is in the run folder.
 
-    Example: `counterpoise train recipes/demo.yaml --set method.name=dfpo_min --set num_batches=8
-        --set run_dir=runs/dfpo`
+    Example: `counterpoise train recipes/demo.yaml --set method.name=dapo --set run_dir=runs/dapo`
     """
     from counterpoise.trainer.config import load_config
 
-    recipe = load_config(config, set_)
-    from counterpoise.trainer.loop import Result, train
-    from counterpoise.trainer.progress import Progress
-
     if resume and fresh:
         raise ValueError("--resume continues a run and --fresh replaces it: choose one.")
-    result: Result = train(recipe, resume=resume, fresh=fresh, progress=Progress(quiet=json_))
+    recipe = load_config(config, set_)  # before the slow imports: a wrong recipe is said at once
+    from counterpoise.trainer import loop
+    from counterpoise.trainer.progress import Progress
+
+    result = loop.train(recipe, resume=resume, fresh=fresh, progress=Progress(quiet=json_))
     if json_:
-        print(json.dumps({**result._asdict(), "run_dir": str(result.run_dir)}))
-        return
-    print(summary(result, config))
+        print_json(result._asdict())
+    else:
+        print(summary(result, config))
 
 
-def summary(result, config: str) -> str:
+def summary(result: Result, config: str) -> str:
     """What a person wants to know at the end, and what to do next."""
     lines = []
     if result.first and result.last:
@@ -53,13 +55,16 @@ def summary(result, config: str) -> str:
             for x in (result.first, result.last)
         )
         lines.append(
-            f"held-out accuracy: {first} before, {last} after {result.batch} batches (95% bootstrap"
-            " intervals over prompts)"
+            f"held-out accuracy: {first} before, {last} after {result.batch_number} batches"
+            " (95% bootstrap intervals over prompts)"
         )
     if not result.is_finished:
         lines.append(
-            f"stopped after batch {result.batch}; continue with: counterpoise train {config} --resume"
+            f"stopped after batch {result.batch_number}; continue with:"
+            f" counterpoise train {config} --resume"
         )
     lines.append(f"run folder: {result.run_dir}")
     lines.append(f"next: counterpoise report {result.run_dir}, counterpoise view {result.run_dir}")
+    if importlib.util.find_spec("plotly") is None:
+        lines.append("report and view need more packages: pip install 'counterpoise[report]'")
     return "\n".join(lines)

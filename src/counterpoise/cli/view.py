@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from counterpoise.cli.show import Json, print_json, waiting
+
 
 def view(
     run: Annotated[Path, typer.Argument(help="A run folder, or one made by counterpoise import.")],
@@ -25,10 +27,11 @@ def view(
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Export only the first so many prompts of a batch.")
     ] = None,
+    json_: Json = False,
 ) -> None:
-    """Look at tokens: rollouts of a prompt side by side, coloured by credit, change, entropy,
-    cancellation.
+    """Look at the tokens of a run in a browser.
 
+    The rollouts of a prompt stand side by side, coloured by credit, change, entropy, cancellation.
     Serves the run folder on this machine alone until Ctrl-C.
 
     Example: `counterpoise view runs/demo`, `counterpoise view runs/demo --export pages --batch 50`
@@ -39,22 +42,25 @@ def view(
     if export is not None:
         from counterpoise.viewer.export import write_export
 
-        found = open_run(run)
-        batches = batch or (found.batches("tokens") or found.batches("rollouts"))[-1:]
-        print(f"Open {visible(write_export(found, export, batches, prompts))}")
+        with waiting("exporting tokens"):
+            folder = open_run(run)
+            batches = batch or (folder.batches("tokens") or folder.batches("rollouts"))[-1:]
+            page = write_export(folder, export, batches, prompts)
+        print_json({"page": str(page)}) if json_ else print(f"Open {visible(page)}")
         return
     if batch or prompts:
         raise ValueError(
-            "view: --batch and --prompts go with --export. Without it, choose the batch on the page."
+            "view: --batch and --prompts go with --export. Without it, choose the batch on the"
+            " page."
         )
     from counterpoise.viewer.server import serve
 
-    serve(run, port, ready=lambda address: _announce(address, open_))
+    serve(run, port, ready=lambda address: _announce(address, open_, json_))
 
 
-def _announce(address: str, is_opened: bool) -> None:
+def _announce(address: str, in_browser: bool, json_: bool) -> None:
     import webbrowser
 
-    print(f"{address}  (Ctrl-C stops it)", flush=True)
-    if is_opened:
+    print(f'{{"address": "{address}"}}' if json_ else f"{address}  (Ctrl-C stops it)", flush=True)
+    if in_browser:
         webbrowser.open(address)
