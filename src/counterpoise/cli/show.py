@@ -26,9 +26,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
     from counterpoise.text import visible
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in head:
+    for at, name in enumerate(head):
+        width = min(24, max(len(row[at]) for row in rows)) if at == 0 else None  # labels first
         justify = "left" if name in left else "right"
-        table.add_column(Text(visible(name)), justify=justify, overflow="fold")
+        table.add_column(Text(visible(name)), justify=justify, overflow="fold", min_width=width)
     for row in rows:
         # Text, not str: a label is somebody's config and may hold markup or escapes
         table.add_row(*(Text(visible(cell)) for cell in row))
