@@ -73,7 +73,9 @@ def test_help_of_a_command_has_an_example(command, capsys):
 
 
 def test_a_reader_that_stops_early_is_no_error():
-    code = "import sys, os; from counterpoise.cli import main; sys.argv = ['counterpoise', '--help']"
+    code = (
+        "import sys, os; from counterpoise.cli import main; sys.argv = ['counterpoise', '--help']"
+    )
     closed = "r, w = os.pipe(); os.close(r); os.dup2(w, 1); main()"
     result = run_python("-c", f"{code}; {closed}")
     assert "Traceback" not in result.stderr

@@ -312,10 +312,10 @@ def test_view_command_exports(run_dir, tmp_path):
 
 def test_import_command(tmp_path):
     row = {
-        "batch": 0,
+        "step": 0,
         "token_ids": [1, 2, 3],
         "loss_mask": [False, True, True],
-        "credit": [0.0, 1.0, 1.0],
+        "advantages": [0.0, 1.0, 1.0],
         "rewards": [1.0] * 3,
     }
     (tmp_path / "rank_0.jsonl").write_text(json.dumps(row) + "\n")
