@@ -209,8 +209,8 @@ def methods_page() -> str:
     parts = [
         "Every published method is a point on six axes.\nA preset is a name for the point; any"
         " axis of it can be changed:",
-        '```python\nimport counterpoise as cp\n\nmethod = cp.method(\n    "dapo",'
-        ' plan="query_preserved", credit=[cp.credit.top_entropy(fraction=0.2)]\n)\n```',
+        '```python\nimport counterpoise as cp\n\nmethod = cp.method("dapo",'
+        ' plan="query_preserved", credit=[cp.credit.top_entropy(fraction=0.2)])\n```',
         "`counterpoise methods` prints the table below, `counterpoise methods delta` one method"
         " with all its parameters.\n[Which method should I use](../guides/choose.md) says how to"
         " decide, and [All methods under one harness](../results/comparison.md) how they did here.",
