@@ -1,9 +1,9 @@
 """The experiments of docs/results/claims.md: train by a recipe, probe snapshots of the run, keep raw data
 and numbers.
 
-    python benchmarks/run_claims.py --recipe recipes/demo.yaml --steps 31 --probe-at 10 20 30 --out
+    python benchmarks/run_claims.py --recipe recipes/demo.yaml --batches 31 --probe-at 10 20 30 --out
     benchmarks/results/claims_bundled python benchmarks/run_claims.py --recipe
-    recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --steps 81 --probe-at 40 60 80 --out OUT python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
+    recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --batches 81 --probe-at 40 60 80 --out OUT python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
 
 What is done is not done again: call it once more with the same arguments to go on. Every stage runs
 even if one before it failed; no stage begins after ``--limit`` seconds. ``stages.json`` tells the
@@ -103,10 +103,10 @@ def recipe(args: argparse.Namespace) -> Config:
     every = math.gcd(*args.probe_at)
     own = {
         "run_dir": args.run,
-        "num_batches": args.updates,
+        "num_batches": args.batches,
         "keep_every": every,
         "checkpoint_every": every,
-        "eval.every": args.updates,
+        "eval.every": args.batches,
     }
     own |= {"ledger.every": args.ledger_every, "ledger.bank": 64, "trackers": "[]"}
     return load_config(args.recipe, [f"{key}={value}" for key, value in own.items()] + args.set)
@@ -188,7 +188,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/claims_bundled"), help="what is kept"
     )
-    parser.add_argument("--steps", type=int, default=31, help="batches to train")
+    parser.add_argument("--batches", type=int, default=31, help="batches to train")
     parser.add_argument(
         "--probe-at", type=int, nargs="+", default=[10, 20, 30], help="batches to probe"
     )

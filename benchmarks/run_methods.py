@@ -86,7 +86,7 @@ def try_rates(
         )
         for method, rate in pairs
     }
-    settings = common(args) | {"eval.every": args.updates, "eval.prompts": args.tune_prompts}
+    settings = common(args) | {"eval.every": args.batches, "eval.prompts": args.tune_prompts}
     evals = run_all(
         args.recipe,
         list(cases.values()),
@@ -148,7 +148,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in args.set)
     }
-    return {"num_batches": args.updates, "device": args.device, **given}
+    return {"num_batches": args.batches, "device": args.device, **given}
 
 
 def numbers(rows: list[dict[str, Any]], rates: dict[str, str], baseline: str) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tune-seed", type=int, default=0)
     parser.add_argument("--tune-prompts", type=int, default=400)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--steps", type=int, default=25, help="batches of a run")
+    parser.add_argument("--batches", type=int, default=25, help="batches of a run")
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument(
         "--prompts",

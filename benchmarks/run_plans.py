@@ -30,7 +30,7 @@ def main() -> None:
         for seed in range(args.seeds)
         for plan in PLANS
     }
-    settings = {"num_batches": args.updates, "eval.every": args.eval_every, "device": "cpu"}
+    settings = {"num_batches": args.batches, "eval.every": args.eval_every, "device": "cpu"}
     evals = run_all(
         "recipes/demo.yaml", list(cases.values()), args.runs, jobs=args.jobs, settings=settings
     )
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=Path("runs/plans"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/claims_plans"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--batches", type=int, default=25)
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument(
         "--jobs",

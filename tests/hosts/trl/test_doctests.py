@@ -12,10 +12,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install counterpois
 import counterpoise.hosts.trl
 
 pytestmark = pytest.mark.hosts
-MODULES = [
-    name
-    for _, name, _ in pkgutil.iter_modules(counterpoise.hosts.trl.__path__)
-]
+MODULES = [name for _, name, _ in pkgutil.iter_modules(counterpoise.hosts.trl.__path__)]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -66,9 +66,7 @@ def test_steps_are_the_plans(method, plan, tmp_path):
     if method == "dapo" and plan == "random_rows":
         assert trainer.credit_plan is None  # TRL's own shuffle is left to TRL
         return
-    planned = [
-        sorted(row_R.tolist()) for plan in trainer.plans for row_R in [*plan, *plan]
-    ]
+    planned = [sorted(row_R.tolist()) for plan in trainer.plans for row_R in [*plan, *plan]]
     assert trainer.updates() == planned
 
 
@@ -195,8 +193,7 @@ def test_dfpo_sees_the_whole_step(tmp_path):
     assert len(seen) == 4
     for update in (0, 1):
         group, weight, given, mask = (
-            torch.cat(parts)
-            for parts in zip(*[columns for at, *columns in seen if at == update])
+            torch.cat(parts) for parts in zip(*[columns for at, *columns in seen if at == update])
         )
         for g in group.unique():
             is_in = group == g

@@ -54,9 +54,7 @@ def is_split(updates):
 def test_query_preserved_keeps_whole_prompts_in_every_step(mini, num_ranks, queue_of):
     rows = rollouts(num_prompts=8, seed=5)
     updates, batch, _, metrics = ordered(rows, PRESERVED, queue_of, num_ranks, mini)
-    assert [prompts_of(update).most_common()[-1][1] for update in updates] == [4] * (
-        8 // mini
-    )
+    assert [prompts_of(update).most_common()[-1][1] for update in updates] == [4] * (8 // mini)
     assert sorted(batch.keys) == sorted(row.key for row in rows)
     assert (
         metrics["counterpoise/plan/prompts_split_frac"] == 0

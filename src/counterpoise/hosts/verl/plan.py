@@ -74,7 +74,9 @@ def fill_updates(updates: Sequence[Sequence[str]], fillers: Sequence[str], size:
     """
     total = sum(map(len, updates)) + len(fillers)
     if total != size * len(updates):
-        raise ValueError(f"fill_updates: {total} rows do not make {len(updates)} updates of {size}.")
+        raise ValueError(
+            f"fill_updates: {total} rows do not make {len(updates)} updates of {size}."
+        )
     spare = [key for update in updates for key in update[size:]] + list(fillers)
     out = [list(update[:size]) for update in updates]
     for update in out:
