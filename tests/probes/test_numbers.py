@@ -12,7 +12,7 @@ from torch import nn
 
 from counterpoise.ledger import LogProbs
 from counterpoise.probes.causal import BUCKETS, candidates, causal_rows, full_update, tau
-from counterpoise.probes.intervals import clustered, interval, mean_difference, means
+from counterpoise.probes.output import mean_difference, means, number_dict, ratios
 from counterpoise.types import Rows
 
 
@@ -130,12 +130,12 @@ def test_clustered_mean_and_interval() -> None:
     """Clusters with means 0, 0 and 3: a draw of three gives 0, 1, 2 or 3 with 8, 12, 6 and 1 of 27."""
     value, cluster = np.array([0.0, 0.0, 0.0, 3.0, 3.0]), np.array([0, 1, 1, 2, 2])
     weight = np.array([1.0, 0.5, 0.5, 0.5, 0.5])
-    ratio_B = clustered([value * weight], [weight], cluster)[:, 0]
+    ratio_B = ratios([value * weight], [weight], cluster)[:, 0]
     assert ratio_B[0] == 1.0
     assert np.allclose(
         [(ratio_B[1:] == x).mean() for x in range(4)], np.array([8, 12, 6, 1]) / 27, atol=0.03
     )
-    assert interval(ratio_B) == {"mean": 1.0, "low": 0.0, "high": 3.0}
+    assert number_dict(ratio_B) == {"mean": 1.0, "low": 0.0, "high": 3.0}
 
 
 def test_means_by_set_and_joint_difference() -> None:

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from counterpoise.trainer.evaluate import difference, interval, pass_at_k, powers_of_two
+from counterpoise.maths.intervals import over_prompts
+from counterpoise.trainer.evaluate import difference, pass_at_k, powers_of_two
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets():
@@ -31,7 +32,7 @@ def test_interval_covers_the_mean_as_often_as_it_says():
     rng = np.random.default_rng(1)
     hits = 0
     for repetition in range(200):
-        _, low, high = interval((rng.random(60) < 0.4).astype(float), seed=repetition)
+        _, low, high = over_prompts((rng.random(60) < 0.4).astype(float), seed=repetition)
         hits += low <= 0.4 <= high
     assert 0.88 <= hits / 200 <= 0.99
 
@@ -44,7 +45,7 @@ def test_paired_difference_is_narrower_than_two_intervals():
     b[:15] = 1 - b[:15]
     mean, low, high = difference(a, b)
     assert mean == pytest.approx((b - a).mean())
-    whole = interval(a.mean(1))
+    whole = over_prompts(a.mean(1))
     assert high - low < whole.high - whole.low
     with pytest.raises(ValueError, match="same prompts"):
         difference(a, b[:10])

@@ -1,15 +1,16 @@
 """Means with intervals: over seeds, over prompts, paired. numpy alone.
 
-Axes: B bootstrap draws, P prompts, S seeds.
+Axes: B bootstrap draws, P prompts (or other clusters), S seeds, K quantities.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -67,12 +68,25 @@ def welch(value_a_S: Sequence[float], value_b_S: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def over_prompts(value_P: np.ndarray, seed: int = 0) -> Interval:
+    """Mean of one value per prompt with a bootstrap interval over prompts.
+
+    >>> over_prompts(np.array([1.0, 1.0]))
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    mean = float(np.mean(value_P))
+    if np.ptp(value_P) == 0:
+        return Interval(mean, mean, mean)
+    draw_BP = _draws(len(value_P), np.random.default_rng(seed))
+    return Interval(mean, *_bounds(value_P[draw_BP].mean(1)))
+
+
 def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> Interval:
     """Ratio of sums (a mean over tokens) with a bootstrap interval over prompts: tokens of one
     prompt are not independent.
 
     Args:
-        total_P: [P] sum of the value over each prompt's tokens; [P, S] by update, then the
+        total_P: [P] sum of the value over each prompt's tokens; [P, K] by update, then the
             mean over updates of each update's ratio.
         count_P: the same shape, the number of tokens.
 
@@ -81,45 +95,90 @@ def over_clusters(total_P: np.ndarray, count_P: np.ndarray, seed: int = 0) -> In
     """
     if not np.sum(count_P):
         return NONE
-    total_PS, count_PS = (np.asarray(x, float).reshape(len(x), -1) for x in (total_P, count_P))
-    mean = float(_mean_ratio(total_PS.sum(0)[None], count_PS.sum(0)[None])[0])
-    if len(total_PS) < 2:
-        return Interval(mean, math.nan, math.nan)
-    draw_BP = _cluster_draws(len(total_PS), seed)
-    return Interval(mean, *_bounds(_mean_ratio(draw_BP @ total_PS, draw_BP @ count_PS)))
+    total_PK, count_PK = (np.asarray(x, float).reshape(len(x), -1) for x in (total_P, count_P))
+    return interval_of(_mean_ratio(resample(total_PK, seed), resample(count_PK, seed)))
 
 
-def by_cluster(value: Any, cluster: Any, seed: int = 0) -> Interval:
+def by_cluster(value: ArrayLike, cluster: ArrayLike, seed: int = 0) -> Interval:
     """Mean of ``value`` with a bootstrap interval over clusters; values that are not finite are
     left out.
     """
-    value, cluster = np.asarray(value, float), np.asarray(cluster)
-    keep = np.isfinite(value)
-    names, index = np.unique(cluster[keep], return_inverse=True)
-    total_P = np.bincount(index, value[keep], minlength=len(names))
-    return over_clusters(total_P, np.bincount(index, minlength=len(names)), seed)
+    flat = np.asarray(value, float)
+    keep = np.isfinite(flat)
+    sum_P2 = sums_by_cluster((flat[keep], np.ones(keep.sum())), np.asarray(cluster)[keep])
+    return over_clusters(sum_P2[:, 0], sum_P2[:, 1], seed)
 
 
-def correlation_by_cluster(x: Any, y: Any, cluster: Any, seed: int = 0) -> Interval:
+def correlation_by_cluster(
+    x: ArrayLike, y: ArrayLike, cluster: ArrayLike, seed: int = 0
+) -> Interval:
     """Pearson's correlation with a bootstrap interval over clusters; NaN where one side does not
     vary.
 
     >>> correlation_by_cluster([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0], [0, 0, 1, 1]).mean
     1.0
     """
-    x, y = np.asarray(x, float), np.asarray(y, float)
-    names, index = np.unique(np.asarray(cluster), return_inverse=True)
-    if len(x) == 0:
+    if np.size(x) == 0:
         return NONE
-    # shift and unit do not change a correlation, and keep the sums below exact
-    x, y = ((v - v.mean()) / (np.abs(v - v.mean()).max() or 1.0) for v in (x, y))
-    moment_P6 = np.stack(
-        [np.bincount(index, v, len(names)) for v in (np.ones_like(x), x, y, x * x, y * y, x * y)], 1
-    )
-    mean = float(_correlation(moment_P6.sum(0)[None])[0])
-    if len(names) < 2 or not math.isfinite(mean):
-        return Interval(mean, math.nan, math.nan)
-    return Interval(mean, *_bounds(_correlation(_cluster_draws(len(names), seed) @ moment_P6)))
+    a, b = _unit(np.asarray(x, float)), _unit(np.asarray(y, float))
+    moment_P6 = sums_by_cluster((np.ones_like(a), a, b, a * a, b * b, a * b), cluster)
+    return interval_of(_correlation(resample(moment_P6, seed)))
+
+
+def ratios_by_cluster(
+    values: Sequence[ArrayLike],
+    weights: Sequence[ArrayLike],
+    cluster: ArrayLike,
+    seed: int = 0,
+    least: int = 2,
+) -> np.ndarray:
+    """Ratios sum(value) / sum(weight) of K quantities, clusters drawn jointly: rows as in
+    ``resample``.
+
+    A quantity that lives in fewer than ``least`` clusters has draws of NaN: there are too few to
+    say anything about other clusters.
+
+    >>> ratios_by_cluster([[1.0, 1.0]], [[1.0, 1.0]], [0, 1])[0].tolist()
+    [1.0]
+    """
+    total_PK, weight_PK = (sums_by_cluster(columns, cluster) for columns in (values, weights))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio_BK = resample(total_PK, seed) / resample(weight_PK, seed)
+    ratio_BK[1:, (weight_PK != 0).sum(0) < least] = np.nan
+    return ratio_BK
+
+
+def sums_by_cluster(columns: Sequence[ArrayLike], cluster: ArrayLike) -> np.ndarray:
+    """Sums of K columns over each cluster, [P, K].
+
+    >>> sums_by_cluster([[1.0, 2.0, 4.0]], [7, 7, 9]).tolist()
+    [[3.0], [4.0]]
+    """
+    names, index = np.unique(np.asarray(cluster), return_inverse=True)
+    return np.stack([np.bincount(index, np.asarray(c, float), len(names)) for c in columns], 1)
+
+
+def resample(sum_PK: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Sums over clusters, [1 + B, K]: as they are first, then of B draws of P clusters.
+
+    One cluster says nothing about others: its draws are NaN.
+    """
+    num = len(sum_PK)
+    if num < 2:
+        return np.concatenate([sum_PK.sum(0)[None], np.full((RESAMPLES, sum_PK.shape[1]), np.nan)])
+    draw_BP = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), RESAMPLES)
+    return np.concatenate([sum_PK.sum(0)[None], draw_BP @ sum_PK])
+
+
+def interval_of(value_B: np.ndarray) -> Interval:
+    """The estimate, which comes first, with the percentile interval of the draws behind it.
+
+    Draws in which the quantity is not defined are left out.
+
+    >>> interval_of(np.array([0.5, 0.5, 0.5]))
+    Interval(mean=0.5, low=0.5, high=0.5)
+    """
+    return Interval(float(value_B[0]), *_bounds(value_B[1:]))
 
 
 class Paired(NamedTuple):
@@ -189,11 +248,16 @@ def _resampled_means(
     return by_seed_SB.T[np.arange(RESAMPLES)[:, None], seed_BS].mean(1)
 
 
-def _mean_ratio(total_BS: np.ndarray, count_BS: np.ndarray) -> np.ndarray:
-    """Mean over S of total / count where there is a count; draws without any are NaN."""
-    ratio_BS = np.where(count_BS > 0, total_BS / np.where(count_BS > 0, count_BS, 1), 0)
-    steps_B = (count_BS > 0).sum(1)
-    return np.where(steps_B > 0, ratio_BS.sum(1) / np.maximum(steps_B, 1), math.nan)
+def _mean_ratio(total_BK: np.ndarray, count_BK: np.ndarray) -> np.ndarray:
+    """Mean over K of total / count where there is a count; draws without any are NaN."""
+    ratio_BK = np.where(count_BK > 0, total_BK / np.where(count_BK > 0, count_BK, 1), 0)
+    known_B = (count_BK > 0).sum(1)
+    return np.where(known_B > 0, ratio_BK.sum(1) / np.maximum(known_B, 1), math.nan)
+
+
+def _unit(value: np.ndarray) -> np.ndarray:
+    """Shift and unit do not change a correlation, and keep its sums exact."""
+    return (value - value.mean()) / (np.abs(value - value.mean()).max() or 1.0)
 
 
 def _correlation(moment_B6: np.ndarray) -> np.ndarray:
@@ -202,11 +266,6 @@ def _correlation(moment_B6: np.ndarray) -> np.ndarray:
     return np.where(
         spread > 0, (count * xy - x * y) / np.sqrt(np.where(spread > 0, spread, 1)), math.nan
     )
-
-
-def _cluster_draws(size: int, seed: int) -> np.ndarray:
-    """How often each cluster is drawn, [B, size]."""
-    return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES)
 
 
 def _t_quantile(freedom: int) -> float:

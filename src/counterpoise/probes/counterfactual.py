@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 
 from counterpoise.ledger.measures.changes import change_sign
-from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, join_frames
+from counterpoise.probes.output import (
+    STRIDE,
+    Columns,
+    Drawing,
+    Frame,
+    Output,
+    error_bars,
+    join_frames,
+    means,
+    number_dict,
+    ratios,
+)
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import try_update
 from counterpoise.types import Rows
@@ -125,7 +135,7 @@ def category_shares(table: Frame) -> dict[str, Any]:
     first = next(iter(parts.values()))
     found["tokens"] = drawn_shares(first, np.ones(len(first)), names)
     return {
-        variant: {c: interval(share_BK[:, k]) for k, c in enumerate(names)}
+        variant: {c: number_dict(share_BK[:, k]) for k, c in enumerate(names)}
         for variant, share_BK in found.items()
     }
 
@@ -139,7 +149,7 @@ def share_difference(table: Frame, first: str, second: str) -> dict[str, Any]:
     difference_BK = drawn_shares(a, a["delta"].abs(), names) - drawn_shares(
         b, b["delta"].abs(), names
     )
-    return {c: interval(difference_BK[:, k]) for k, c in enumerate(names)}
+    return {c: number_dict(difference_BK[:, k]) for k, c in enumerate(names)}
 
 
 def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
@@ -151,7 +161,7 @@ def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
     batch_number, size = (part["group"] // STRIDE).to_numpy(), np.asarray(size)
     sizes = [size * (batch_number == one) for one in np.unique(batch_number)]
     masks = [(part["category"] == c).to_numpy() for c in names]
-    ratio_BK = clustered(
+    ratio_BK = ratios(
         [s * m for s in sizes for m in masks],
         [s for s in sizes for _ in masks],
         part["group"].to_numpy(),

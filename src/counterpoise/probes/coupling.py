@@ -15,8 +15,15 @@ from counterpoise.ledger import coupling_table, of_model
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
-from counterpoise.probes.intervals import clustered, error_bars, interval, means
-from counterpoise.probes.output import Drawing, Frame, Output
+from counterpoise.probes.output import (
+    Drawing,
+    Frame,
+    Output,
+    error_bars,
+    means,
+    number_dict,
+    ratios,
+)
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import try_update
 from counterpoise.trainer.collect import autocast
@@ -97,10 +104,10 @@ def head_numbers(pairs: Frame) -> dict[str, Any]:
     own = pairs[pairs["group"] >= 0]
     for (token, confidence), part in own.groupby(["token", "confidence"], sort=False):
         total = (part["mean_abs_kernel"] * part["pairs"]).to_numpy()
-        ratio_BK = clustered([total], [part["pairs"].to_numpy(float)], part["group"].to_numpy())
+        ratio_BK = ratios([total], [part["pairs"].to_numpy(float)], part["group"].to_numpy())
         out[f"{token}/{confidence}"] = {
             "pairs": int(part["pairs"].sum()),
-            **interval(ratio_BK[:, 0]),
+            **number_dict(ratio_BK[:, 0]),
         }
     whole = pairs[pairs["group"] < 0]
     for (token, prompt), part in whole.groupby(["token", "prompt"], sort=False):

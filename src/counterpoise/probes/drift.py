@@ -16,8 +16,7 @@ from counterpoise.ledger import fill_bank, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.drift import drift
 from counterpoise.policy import measure
-from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Drawing, Frame, Output
+from counterpoise.probes.output import Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
 from counterpoise.run.files import batch_of

@@ -23,8 +23,15 @@ from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.residual import residual
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import measure
-from counterpoise.probes.intervals import Interval, error_bars, means
-from counterpoise.probes.output import Columns, Drawing, Frame, Output
+from counterpoise.probes.output import (
+    Columns,
+    Drawing,
+    Frame,
+    NumberDict,
+    Output,
+    error_bars,
+    means,
+)
 from counterpoise.probes.scene import Scene
 from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.loop import set_rate
@@ -56,7 +63,7 @@ LOSSES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     ),
 }
 ROUNDING = 1e-6  # of a residual of centred advantages that cancel
-NO_INTERVAL: Interval = {"mean": None, "low": None, "high": None}
+NO_INTERVAL: NumberDict = {"mean": None, "low": None, "high": None}
 BASE = {
     "advantage": "group_mean",
     "credit": [],

@@ -10,8 +10,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from counterpoise.probes.intervals import error_bars, mean_difference, means
-from counterpoise.probes.output import STRIDE, Columns, Drawing, Frame, Output, columns_of
+from counterpoise.probes.output import (
+    STRIDE,
+    Columns,
+    Drawing,
+    Frame,
+    Output,
+    columns_of,
+    error_bars,
+    mean_difference,
+    means,
+)
 from counterpoise.run.files import batch_of
 
 COLUMNS = ("batch", "group", "sign", "change", "is_flip")

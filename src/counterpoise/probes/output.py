@@ -8,10 +8,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from counterpoise.maths.intervals import interval_of, ratios_by_cluster
 from counterpoise.run.files import write_json, write_table, write_text
 from counterpoise.run.schema import SCHEMA_VERSION
 
@@ -19,6 +23,8 @@ Columns = dict[str, Any]
 Rows = list[dict[str, Any]]
 Frame = Any  # a pandas DataFrame; what indexing one gives is beyond the type checker
 Drawing = Any  # a plotly figure
+NumberDict = dict[str, "float | None"]  # mean, low, high of a number; None where not defined
+LEAST_CLUSTERS = 3  # a number that rests on fewer prompts has no interval
 STRIDE = 1_000_000  # above any number of prompts in a batch
 
 
@@ -149,3 +155,59 @@ def columns_of(path: Path, names: tuple[str, ...]) -> Columns:
                 f"{path}: no column {name!r}. Train with the ledger on (ledger.every) to write it."
             )
     return pq.read_table(path, columns=list(names)).to_pydict()
+
+
+def means(
+    value: ArrayLike, sets: Mapping[str, ArrayLike], cluster: ArrayLike
+) -> dict[str, NumberDict]:
+    """Mean of a column over named sets of rows, with intervals; an empty set is left out."""
+    masks = {name: np.asarray(mask, float) for name, mask in sets.items() if np.any(mask)}
+    if not masks:
+        return {}
+    flat = np.nan_to_num(np.asarray(value, float))
+    ratio_BK = ratios([flat * m for m in masks.values()], list(masks.values()), cluster)
+    return {name: number_dict(ratio_BK[:, k]) for k, name in enumerate(masks)}
+
+
+def mean_difference(
+    value: ArrayLike, first: ArrayLike, second: ArrayLike, cluster: ArrayLike
+) -> NumberDict:
+    """Mean over the first set minus mean over the second, clusters drawn jointly."""
+    flat = np.nan_to_num(np.asarray(value, float))
+    masks = [np.asarray(first, float), np.asarray(second, float)]
+    ratio_BK = ratios([flat * m for m in masks], masks, cluster)
+    return number_dict(ratio_BK[:, 0] - ratio_BK[:, 1])
+
+
+def ratios(
+    values: Sequence[ArrayLike], weights: Sequence[ArrayLike], cluster: ArrayLike
+) -> np.ndarray:
+    """Ratios of sums with draws over clusters (``ratios_by_cluster``)."""
+    return ratios_by_cluster(values, weights, cluster, least=LEAST_CLUSTERS)
+
+
+def number_dict(value_B: np.ndarray) -> NumberDict:
+    """The estimate and its 95% interval, six digits, for a summary; None where it is not defined.
+
+    >>> number_dict(np.array([0.5, 0.5, 0.5]))
+    {'mean': 0.5, 'low': 0.5, 'high': 0.5}
+    """
+    found = interval_of(value_B)._asdict()
+    return {
+        name: float(f"{value:.6g}") if np.isfinite(value) else None for name, value in found.items()
+    }
+
+
+def error_bars(intervals: Sequence[NumberDict]) -> dict[str, object]:
+    """Plotly's error bars of some intervals; NaN, which draws no bar, where there is no interval.
+
+    >>> bars = error_bars([{"mean": 2.0, "low": 1.0, "high": 2.5}, {"mean": 3.0, "high": None}])
+    >>> bars["array"].tolist()
+    [0.5, nan]
+    """
+    # arrays and not lists: those reach the page as null, which plotly takes for a bar of length 0
+    mean, up, down = (
+        np.array([one.get(side) for one in intervals], float) for side in ("mean", "high", "low")
+    )
+    bars = {"array": np.abs(up - mean), "arrayminus": np.abs(down - mean)}
+    return {"type": "data", "symmetric": False, **bars}

@@ -22,8 +22,7 @@ from scipy.stats import spearmanr
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.presets import method as make_method
 from counterpoise.policy import load_model
-from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Drawing, write_summary
+from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import try_update
 from counterpoise.run.files import write_table

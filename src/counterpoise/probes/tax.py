@@ -17,8 +17,7 @@ from counterpoise.ledger import Sharing, copy_params, restore, sharing, trainabl
 from counterpoise.ledger.account import score_update
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes.counterfactual import SIDES, enters
-from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Columns, Drawing, Frame, Output
+from counterpoise.probes.output import Columns, Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import forget, try_update
 from counterpoise.trainer.update import apply_update

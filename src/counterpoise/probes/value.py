@@ -16,8 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.probes.intervals import error_bars, means
-from counterpoise.probes.output import Drawing, Frame, Output, join_frames
+from counterpoise.probes.output import Drawing, Frame, Output, error_bars, join_frames, means
 from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, try_update

@@ -1,6 +1,4 @@
-"""Held-out evaluation: avg@k, greedy, unbiased pass@k, bootstrap intervals, paired comparison on
-the same prompts.
-"""
+"""Held-out evaluation: avg@k, greedy, unbiased pass@k, paired difference of two policies."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
+from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstrap
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.sampling import sample
@@ -17,20 +15,9 @@ from counterpoise.tasks import grade
 from counterpoise.trainer.collect import autocast, prompts_from, responses
 from counterpoise.trainer.config import Config
 
-RESAMPLES = 2000
-CONFIDENCE = 0.95
-
-
-class Interval(NamedTuple):
-    """A mean and its bootstrap interval over prompts."""
-
-    mean: float
-    low: float
-    high: float
-
 
 class Evaluation(NamedTuple):
-    """Rewards of k samples a prompt, and what they amount to."""
+    """Rewards of k samples per prompt, and what they amount to."""
 
     reward_PK: np.ndarray
     accuracy: Interval
@@ -81,33 +68,10 @@ def evaluate(
     )
     return Evaluation(
         reward_PK=reward_PK,
-        accuracy=interval(reward_PK.mean(1), seed),
+        accuracy=over_prompts(reward_PK.mean(1), seed),
         pass_at={k: pass_at_k(reward_PK > 0.5, k) for k in powers_of_two(samples)},
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
-    )
-
-
-def interval(value_P: np.ndarray, seed: int = 0) -> Interval:
-    """Mean over prompts with a percentile bootstrap interval.
-
-    >>> interval(np.array([1.0, 1.0]))
-    Interval(mean=1.0, low=1.0, high=1.0)
-    """
-    mean = float(np.mean(value_P))
-    if np.ptp(value_P) == 0:
-        return Interval(mean, mean, mean)
-    rng = np.random.default_rng(seed)
-    result = stats.bootstrap(
-        (value_P,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=rng,
-    )
-    return Interval(
-        mean, float(result.confidence_interval.low), float(result.confidence_interval.high)
     )
 
 
@@ -118,7 +82,7 @@ def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) 
             f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison"
             " needs the same prompts."
         )
-    return interval(reward_b_PK.mean(1) - reward_a_PK.mean(1), seed)
+    return paired_bootstrap([reward_a_PK.mean(1)], [reward_b_PK.mean(1)], seed).difference
 
 
 def pass_at_k(is_correct_PK: np.ndarray, k: int) -> float:

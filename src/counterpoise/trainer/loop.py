@@ -17,6 +17,7 @@ from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.presets import method as make_method
 from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.ledger.recorder import observe
+from counterpoise.maths.intervals import Interval
 from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.run import checkpoint
 from counterpoise.run import folder as run_folder
@@ -28,7 +29,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.corrections import add_corrections
-from counterpoise.trainer.evaluate import Evaluation, Interval, evaluate
+from counterpoise.trainer.evaluate import Evaluation, evaluate
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
