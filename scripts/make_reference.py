@@ -154,10 +154,14 @@ def column_table(columns: dict[str, str]) -> str:
 
 def cli_page() -> str:
     """Every command with its arguments, options and example, read from typer."""
+    commands = [
+        [f"[`{name}`](#{name})", text, f"`counterpoise[{extra}]`"]
+        for name, (text, extra) in COMMANDS.items()
+    ]
     parts = [
         "`counterpoise COMMAND --help` prints the same.\n"
         "A mistake is one line on stderr and exit code 2.",
-        table(["command", "what it does"], [[f"[`{c}`](#{c})", t] for c, t in COMMANDS.items()]),
+        table(["command", "what it does", "install"], commands),
     ]
     for name in COMMANDS:
         parts += command_parts(name)
@@ -193,7 +197,7 @@ def option_row(param: Any) -> list[str]:
     is_argument = param.param_type_name == "argument"
     names = param.name.upper().rstrip("_") if is_argument else ", ".join(param.opts)
     default = param.default
-    shown = "required" if param.required else "" if default in (None, False, (), []) else default
+    shown = "required" if param.required else "" if default is None or default is False else default
     shown = f"`{shown}`" if shown not in ("", "required") else shown
     return [f"`{names}`", str(shown), " ".join((param.help or "").split())]
 
