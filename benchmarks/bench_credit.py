@@ -38,9 +38,9 @@ from torch import Tensor
 
 from counterpoise import TokenBatch
 from counterpoise.advantages import group_zscore
-from counterpoise.credit import RULES, negative_token_filter, top_entropy
+from counterpoise.credit import RULES, top_entropy
 from counterpoise.maths.reduce import LOCAL, seeded_generator
-from counterpoise.stage import base, bound, call, needs_of, parameters
+from counterpoise.stage import call
 
 GROUP_SIZE, TOPK = 8, 20
 SOFTMAX_TOKENS, SOFTMAX_CHUNK = 8192, 512
@@ -98,7 +98,6 @@ CASES = {
         Case("delta", {"proxy": "head"}, HEAD_TOKENS),
     ],
     "covariance": [Case("covariance", {"fraction": 2e-4, "low": 1.0, "high": 5.0})],
-    "chain": [Case("chain", {"rules": (top_entropy(), negative_token_filter())})],
     "keep_mass": [Case("keep_mass", {"rule": top_entropy()})],
     "only_positive": [Case("only_positive", {"rule": top_entropy()})],
     "only_negative": [Case("only_negative", {"rule": top_entropy()})],
@@ -113,7 +112,7 @@ def cases(names: list[str]) -> list[Case]:
     for name in names:
         missing = [
             key
-            for key, default in parameters(RULES[name]).items()
+            for key, default in RULES[name].parameters.items()
             if default is inspect.Parameter.empty
         ]
         if name not in CASES and missing:
@@ -179,10 +178,10 @@ def timing(case: Case, batch: TokenBatch, clock: Clock) -> Timing:
     offers = {"reduce": LOCAL, "generator": seeded_generator(0, 0, "bench")}
     after_NT, peak = with_peak(lambda: call(rule, credit_NT, batch, **offers))
     rule_s, done = clock.median(lambda: call(rule, credit_NT, batch, **offers))
-    report, report_s = getattr(base(rule), "report", None), None
+    report, report_s = rule.report, None
     if report:
         report_s, _ = clock.median(
-            lambda: call(report, credit_NT, after_NT, batch, **offers, **bound(rule))
+            lambda: call(report, credit_NT, after_NT, batch, **offers, **rule.params)
         )
     return Timing(rule_s, report_s, done, peak)
 
@@ -392,7 +391,7 @@ def main() -> None:
                 json.dumps({**facts, "rules": rows}, indent=1, default=str) + "\n"
             )
         return
-    needs = frozenset().union(*(needs_of(RULES[case.name](**case.params)) for case in chosen))
+    needs = frozenset().union(*(RULES[case.name](**case.params).needs for case in chosen))
     num_tokens = args.rollouts * args.tokens
     softmax_s, unit = (
         softmax_seconds(args.vocab, num_tokens, clock),

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from machine import device_name, peak
 
-from counterpoise.catalogue.presets import method as make_method
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger import coupling_table
 from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.ledger.recorder import observe

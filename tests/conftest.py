@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from counterpoise.stage import base, bound
-
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     if not callable(val) or isinstance(val, type):
         return None
     params = "-".join(
         f"{key}={value}"
-        for key, value in bound(val).items()
+        for key, value in getattr(val, "params", {}).items()
         if isinstance(value, (str, int, float))
     )
-    return f"{getattr(base(val), '__name__', type(val).__name__)}{f'({params})' if params else ''}"
+    return f"{getattr(val, '__name__', type(val).__name__)}{f'({params})' if params else ''}"
 
 
 @pytest.fixture

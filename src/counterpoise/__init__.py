@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from counterpoise import advantages, controllers, credit, losses, plans, reductions
     from counterpoise.catalogue.method import Method
-    from counterpoise.catalogue.presets import method, methods, register_method
     from counterpoise.catalogue.registry import (
+        method,
+        methods,
         register_advantage,
         register_controller,
         register_loss,
+        register_method,
         register_plan,
         register_reduction,
         register_rule,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from counterpoise.plans import audit, shard
     from counterpoise.report import plot
     from counterpoise.run.tables import load_run
-    from counterpoise.stage import Control, Stateful, bindable, needs
+    from counterpoise.stage import Control, Stage, declare
     from counterpoise.types import Credit, Plan, Prompt, Rows, TokenBatch, TokenLoss
 
 __version__ = "0.1.0"
@@ -33,11 +35,13 @@ __version__ = "0.1.0"
 # public name -> the module that has it; a module's own name stands for the module itself
 _HOMES = {
     "counterpoise.catalogue.method": ("Method",),
-    "counterpoise.catalogue.presets": ("method", "methods", "register_method"),
     "counterpoise.catalogue.registry": (
+        "method",
+        "methods",
         "register_advantage",
         "register_controller",
         "register_loss",
+        "register_method",
         "register_plan",
         "register_reduction",
         "register_rule",
@@ -46,7 +50,7 @@ _HOMES = {
     "counterpoise.maths.reduce": ("LOCAL", "Reduce", "over_ranks"),
     "counterpoise.plans": ("audit", "shard"),
     "counterpoise.run.tables": ("load_run",),
-    "counterpoise.stage": ("Control", "Stateful", "bindable", "needs"),
+    "counterpoise.stage": ("Control", "Stage", "declare"),
     "counterpoise.types": ("Credit", "Plan", "Prompt", "Rows", "TokenBatch", "TokenLoss"),
 }
 _MODULES = {
@@ -67,19 +71,18 @@ __all__ = [
     "Prompt",
     "Reduce",
     "Rows",
-    "Stateful",
+    "Stage",
     "TokenBatch",
     "TokenLoss",
     "advantages",
     "audit",
-    "bindable",
     "controllers",
     "credit",
+    "declare",
     "load_run",
     "losses",
     "method",
     "methods",
-    "needs",
     "over_ranks",
     "plans",
     "plot",

@@ -1,13 +1,20 @@
-"""Name and parameters -> function, and back (``describe``); what a function needs; error messages.
+"""Stage: a function with bound parameters that says what it needs and what is true of it.
 
-A stage is a module-level function whose parameters are keyword-only. ``@bindable`` lets it be bound
-by calling it with keywords alone:
-``top_entropy(fraction=0.2)`` is ``functools.partial(top_entropy, fraction=0.2)`` with the parameter
-names checked."""
+An author writes a module-level function, tensors positional and parameters keyword-only::
+
+    @declare(needs="entropy_NT", report=_threshold)
+    def top_entropy(credit_NT, batch, *, fraction=0.2): ...
+
+    top_entropy(credit_NT, batch, fraction=0.2)    # with its tensors it runs
+    top_entropy(fraction=0.2)                      # with keywords alone it binds: a Stage again
+
+``@Stage`` alone does where there is nothing to declare."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,180 +25,122 @@ from counterpoise.errors import nearest
 # of a method.
 OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length"})
 
-Stage = Callable[..., Any]
+# what a stage may declare of itself: a bool, or a function of its parameters that gives one
+FACTS = {
+    "needs_groups": "compares the rollouts of a prompt: one rollout per prompt is an error",
+    "reads_rewards_only": "a credit rule with one factor per rollout, from rewards and groups alone",
+    "keeps_prompts_whole": "a plan: all rollouts that it takes of a prompt are in one update",
+    "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
+    "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
+    "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
+}
+
+Function = Callable[..., Any]
+Fact = bool | Callable[..., bool]
+Columns = str | tuple[str, ...] | Callable[..., Iterable[str]]
+Spec = str | Mapping[str, Any] | Function
 
 
-def bindable(fn: Stage) -> Stage:
-    """Called with keywords alone the stage binds itself; with its tensors it runs."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stage:
+    """A point on one of the six axes: a function, the parameters bound so far, and what it declares.
 
-    @functools.wraps(fn)
-    def stage(*args: Any, **params: Any) -> Any:
+    Attributes:
+        fn: the function itself.
+        params: the bound parameters.
+        columns: optional columns of a batch that it reads: a name, several, or a function of its
+            parameters that gives them. ``needs`` is the answer.
+        report: ``report(before_NT, after_NT, batch, *, params) -> dict``, a credit rule's own
+            numbers to log.
+        prepare: ``prepare(update_logp_NT, rows, *, params) -> update_NT``, what a loss must know of
+            a whole update before it is cut.
+        init: ``init(*, params) -> state`` (JSON) of a stage with memory, whose ``fn`` then takes the
+            state first and returns (result, state), or a ``Control``.
+        collect: ``collect(rollouts, sampler, *, params) -> rollouts``, samples more before credit is
+            assigned; ``sampler`` is a ``counterpoise.types.Sampler``.
+        facts: see ``FACTS``; ask with ``has``.
+    """
+
+    fn: Function
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    columns: Columns = ()
+    report: Function | None = None
+    prepare: Function | None = None
+    init: Function | None = None
+    collect: Function | None = None
+    facts: Mapping[str, Fact] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for fact in self.facts:
+            if fact not in FACTS:
+                raise ValueError(f"{self.name}: unknown fact {fact!r}. {nearest(fact, FACTS)}")
+        # documentation and signature are those of the function
+        copied = {key: getattr(self.fn, key, None) for key in functools.WRAPPER_ASSIGNMENTS}
+        vars(self).update(copied, __wrapped__=self.fn)
+
+    def __call__(self, *args: object, **params: object) -> Any:
+        """Run on the given tensors; without any, bind the parameters."""
         if args:
-            return fn(*args, **params)
-        check_parameters(stage, params)
-        return functools.partial(stage, **params)
+            return self.fn(*args, **{**self.params, **params})
+        known = self.parameters
+        for name in params:
+            if name not in known:
+                raise ValueError(f"{self.name} has no parameter {name!r}. {nearest(name, known)}")
+        new = {key: as_stage(value) if callable(value) else value for key, value in params.items()}
+        return dataclasses.replace(self, params={**self.params, **new})
 
-    return stage
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.params.items())})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By reference: where the function is decorated, its name stands for the stage."""
+        module, name = self.fn.__module__, self.fn.__qualname__
+        home = _at_home(module, name)
+        if isinstance(home, Stage) and home.fn is self.fn:
+            return _restore, (module, name, dict(self.params))
+        return super().__reduce_ex__(protocol)
 
-def needs(
-    *columns: str, by: Callable[..., Iterable[str]] | None = None
-) -> Callable[[Stage], Stage]:
-    """Declare the columns a stage reads; ``by`` gives those that depend on its parameters."""
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", repr(self.fn))
 
-    def mark(fn: Stage) -> Stage:
-        fn.needs = (frozenset(columns), by)  # pyright: ignore[reportFunctionMemberAccess]
-        return fn
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameter -> default (``inspect.Parameter.empty`` if it must be given)."""
+        return {name: p.default for name, p in _keywords(self.fn).items() if name not in OFFERS}
 
-    return mark
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Parameter -> value: the bound ones over the defaults."""
+        given = {k: v for k, v in self.parameters.items() if v is not inspect.Parameter.empty}
+        return {**given, **self.params}
 
+    @property
+    def nested(self) -> list[Stage]:
+        """The stages among its parameters."""
+        return [value for value in self.params.values() if isinstance(value, Stage)]
 
-class Stateful(NamedTuple):
-    """A stage with memory.
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional columns that it reads, those of nested stages included."""
+        columns = call(self.columns, **self.settings) if callable(self.columns) else self.columns
+        own = {columns} if isinstance(columns, str) else columns
+        return frozenset(own).union(*(inner.needs for inner in self.nested))
 
-    ``init(**params) -> state`` (JSON), ``apply(state, ..., **params) -> (result, state)``. Call it
-    to bind.
-    """
+    def has(self, fact: str) -> bool:
+        """Whether it declares a fact (``FACTS``) with the parameters it has.
 
-    init: Stage
-    apply: Stage
+        >>> from counterpoise.plans import query_preserved
+        >>> query_preserved.has("keeps_prompts_whole"), query_preserved.has("samples_more")
+        (True, False)
+        """
+        default = fact == "samples_more" and self.collect is not None
+        declared = self.facts.get(fact, default)
+        return call(declared, **self.settings) if callable(declared) else declared
 
-    def __call__(self, **params: Any) -> Stateful:
-        check_parameters(self.apply, params)
-        for_init = {name: value for name, value in params.items() if name in parameters(self.init)}
-        return Stateful(
-            functools.partial(self.init, **for_init), functools.partial(self.apply, **params)
-        )
-
-
-def base(stage: Any) -> Any:
-    """The module-level function under any number of bindings."""
-    if isinstance(stage, Stateful):
-        stage = stage.apply
-    while isinstance(stage, functools.partial):
-        stage = stage.func
-    return stage
-
-
-def bound(stage: Any) -> dict[str, Any]:
-    """The parameters bound so far."""
-    if isinstance(stage, Stateful):
-        stage = stage.apply
-    return dict(stage.keywords) if isinstance(stage, functools.partial) else {}
-
-
-def rebind(stage: Any, params: Mapping[str, Any]) -> Any:
-    """The same stage with some parameters changed."""
-    if isinstance(stage, Stateful):
-        return Stateful(base_init(stage), base(stage))(**{**bound(stage), **params})
-    check_parameters(stage, params)
-    return functools.partial(base(stage), **{**bound(stage), **params})
-
-
-def base_init(stage: Stateful) -> Stage:
-    init = stage.init
-    while isinstance(init, functools.partial):
-        init = init.func
-    return init
-
-
-@functools.cache
-def _keyword_parameters(fn: Stage) -> dict[str, inspect.Parameter]:
-    return {
-        name: p
-        for name, p in inspect.signature(fn).parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-
-
-def parameters(stage: Any) -> dict[str, Any]:
-    """Parameter -> default (``inspect.Parameter.empty`` if it must be given), offers left out."""
-    return {
-        name: p.default
-        for name, p in _keyword_parameters(base(stage)).items()
-        if name not in OFFERS
-    }
-
-
-def check_parameters(stage: Any, params: Mapping[str, Any]) -> None:
-    known = parameters(stage)
-    for name in params:
-        if name not in known:
-            raise ValueError(
-                f"{base(stage).__name__} has no parameter {name!r}. {nearest(name, known)}"
-            )
-
-
-def call(stage: Stage, *args: Any, **offers: Any) -> Any:
-    """Run a stage with those of the offered keywords that it names."""
-    named = _keyword_parameters(base(stage))
-    return stage(*args, **{name: value for name, value in offers.items() if name in named})
-
-
-def needs_of(stage: Any) -> frozenset[str]:
-    """The columns that a bound stage reads, nested rules included."""
-    fixed, by = getattr(base(stage), "needs", (frozenset(), None))
-    settings = {
-        **{k: v for k, v in parameters(stage).items() if v is not inspect.Parameter.empty},
-        **bound(stage),
-    }
-    nested = [needs_of(inner) for value in bound(stage).values() for inner in _stages(value)]
-    return frozenset(fixed).union(by(**settings) if by else (), *nested)
-
-
-def build(family: str, known: Mapping[str, Any], spec: Any) -> Any:
-    """A bound stage from a name, a mapping with ``name`` and parameters, or a stage that is already
-    one.
-    """
-    if isinstance(spec, Stateful) or callable(spec):
-        return spec
-    if isinstance(spec, str):
-        spec = {"name": spec}
-    if not isinstance(spec, Mapping) or "name" not in spec:
-        raise ValueError(
-            f"{family}: expected a name, a mapping with 'name', or a function, got {spec!r}."
-        )
-    name, params = spec["name"], {key: value for key, value in spec.items() if key != "name"}
-    if name not in known:
-        raise ValueError(f"unknown {family} {name!r}. {nearest(name, known)}")
-    if "rule" in params:
-        params["rule"] = build(family, known, params["rule"])
-    if "rules" in params:
-        params["rules"] = tuple(build(family, known, rule) for rule in params["rules"])
-    missing = [
-        key
-        for key, default in parameters(known[name]).items()
-        if default is inspect.Parameter.empty and key not in params
-    ]
-    if missing:
-        raise ValueError(f"{family} {name!r} needs the parameter {missing[0]!r}.")
-    return known[name](**params)
-
-
-def describe(known: Mapping[str, Any], stage: Any) -> Any:
-    """The mapping from which ``build`` makes this stage again.
-
-    A function outside the table is described as ``module:name``.
-    """
-    own = base(stage)
-    name = next(
-        (key for key, value in known.items() if base(value) is own),
-        f"{own.__module__}:{own.__qualname__}",
-    )
-    return {"name": name} | {key: _described(known, value) for key, value in bound(stage).items()}
-
-
-def _described(known: Mapping[str, Any], value: Any) -> Any:
-    if callable(value):
-        return describe(known, value)
-    return [describe(known, stage) for stage in value] if _stages(value) else value
-
-
-def _stages(value: Any) -> list[Any]:
-    """The stages that a parameter holds: one, several, or none."""
-    if callable(value):
-        return [value]
-    return [one for one in value if callable(one)] if isinstance(value, (list, tuple)) else []
+    def start(self) -> Any:
+        """The state before the first batch; None without memory."""
+        return None if self.init is None else call(self.init, **self.settings)
 
 
 class Control(NamedTuple):
@@ -204,13 +153,104 @@ class Control(NamedTuple):
     metrics: dict[str, float]
 
 
-def reports(report: Stage) -> Callable[[Stage], Stage]:
-    """Give a credit rule numbers of its own to log: ``report(before_NT, after_NT, batch, *, params)
-    -> dict``.
+def declare(
+    *,
+    needs: Columns = (),
+    report: Function | None = None,
+    prepare: Function | None = None,
+    init: Function | None = None,
+    collect: Function | None = None,
+    **facts: Fact,
+) -> Callable[[Function], Stage]:
+    """Make a stage of a function and say what it needs and what is true of it (``FACTS``).
+
+    >>> @declare(needs="mine_NT")
+    ... def scaled(credit_NT, batch, *, power=1.0):
+    ...     "credit * mine^power"
+    ...     return credit_NT * batch.column("mine_NT") ** power
+    >>> scaled(power=2.0), sorted(scaled.needs)
+    (scaled(power=2.0), ['mine_NT'])
     """
+    return functools.partial(
+        Stage,
+        columns=needs,
+        report=report,
+        prepare=prepare,
+        init=init,
+        collect=collect,
+        facts=facts,
+    )
 
-    def mark(fn: Stage) -> Stage:
-        fn.report = report  # pyright: ignore[reportFunctionMemberAccess]
-        return fn
 
-    return mark
+def as_stage(fn: Function) -> Stage:
+    """A stage as it is; a plain function as a stage that declares nothing."""
+    return fn if isinstance(fn, Stage) else Stage(fn)
+
+
+def call(fn: Function, *args: object, **offers: object) -> Any:
+    """Run a stage, or a function that belongs to one, with those of the offered keywords that it
+    names.
+    """
+    named = _keywords(fn.fn if isinstance(fn, Stage) else fn)
+    return fn(*args, **{name: value for name, value in offers.items() if name in named})
+
+
+def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
+    """A bound stage from a name, a mapping with ``name`` and parameters, or a function."""
+    if callable(spec):
+        return as_stage(spec)
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    if not isinstance(spec, Mapping) or "name" not in spec:
+        raise ValueError(
+            f"{family}: expected a name, a mapping with 'name', or a function, got {spec!r}."
+        )
+    name, params = spec["name"], {key: value for key, value in spec.items() if key != "name"}
+    if name not in known:
+        raise ValueError(f"unknown {family} {name!r}. {nearest(name, known)}")
+    if "rule" in params:
+        params["rule"] = build(family, known, params["rule"])
+    missing = [
+        key
+        for key, default in known[name].parameters.items()
+        if default is inspect.Parameter.empty and key not in params
+    ]
+    if missing:
+        raise ValueError(f"{family} {name!r} needs the parameter {missing[0]!r}.")
+    return known[name](**params)
+
+
+def describe(known: Mapping[str, Stage], stage: Stage) -> dict[str, Any]:
+    """The mapping from which ``build`` makes this stage again.
+
+    A function outside the table is described as ``module:name``.
+    """
+    name = next(
+        (key for key, value in known.items() if value.fn is stage.fn),
+        f"{stage.fn.__module__}:{stage.fn.__qualname__}",
+    )
+    return {"name": name} | {
+        key: describe(known, value) if isinstance(value, Stage) else value
+        for key, value in stage.params.items()
+    }
+
+
+@functools.cache
+def _keywords(fn: Function) -> dict[str, inspect.Parameter]:
+    return {
+        name: p
+        for name, p in inspect.signature(fn).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _at_home(module: str, name: str) -> object:
+    """What a module calls by this name, if it has it."""
+    home = importlib.import_module(module)
+    return functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), home)
+
+
+def _restore(module: str, name: str, params: dict[str, Any]) -> Stage:
+    stage = _at_home(module, name)
+    assert isinstance(stage, Stage)
+    return dataclasses.replace(stage, params=params)

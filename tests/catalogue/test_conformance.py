@@ -14,7 +14,7 @@ from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.maths.reduce import groups, seeded_generator
 from counterpoise.plans import shard
-from counterpoise.stage import base, build, call, describe, needs_of
+from counterpoise.stage import build, call, describe
 from helpers import conformance_table as table
 
 ROWS = {
@@ -132,8 +132,8 @@ def test_stage_pickles_describes_and_has_words(axis, name):
     stage = made(axis, name)
     again = build(axis, FAMILIES[axis], json.loads(json.dumps(describe(FAMILIES[axis], stage))))
     assert describe(FAMILIES[axis], again) == describe(FAMILIES[axis], stage)
-    assert needs_of(pickle.loads(pickle.dumps(stage))) == needs_of(stage)
-    assert len((base(stage).__doc__ or "").strip()) > 40
+    assert pickle.loads(pickle.dumps(stage)).needs == stage.needs
+    assert len((stage.__doc__ or "").strip()) > 40
 
 
 @pytest.mark.parametrize("name", table.RULES)
@@ -260,10 +260,10 @@ def test_plan_laws(name, num_updates):
 @pytest.mark.parametrize("name", table.CONTROLLERS)
 def test_controller_laws(name):
     batch, controller = make_batch(), made("controller", name)
-    state = controller.init()
+    state = controller.start()
     for _ in range(3):
         before = json.dumps(state)
-        control = call(controller.apply, state, batch)
+        control = call(controller, state, batch)
         assert json.dumps(state) == before, "the old state was changed"
         state = json.loads(json.dumps(control.state))
     assert control.settings

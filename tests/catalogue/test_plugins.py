@@ -13,7 +13,7 @@ import torch
 import counterpoise as cp
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.losses.token_loss import log_ratio
-from counterpoise.stage import Control, Stateful
+from counterpoise.stage import Control
 
 PLUGIN = Path(__file__).parents[1] / "helpers" / "plugin"
 
@@ -79,7 +79,7 @@ def test_a_broken_plugin_is_named_and_the_rest_works(tmp_path):
 
 
 def test_register_rule_with_a_column_of_its_own():
-    @cp.needs("mine_NT")
+    @cp.declare(needs="mine_NT")
     def scaled_by_mine(credit_NT, batch, *, power: float = 1.0):
         """credit * mine^power"""
         return credit_NT * batch.column("mine_NT") ** power
@@ -101,7 +101,7 @@ def test_a_rule_with_memory_keeps_its_state():
         """credit / (batches seen + 1)"""
         return credit_NT / (state["seen"] + 1), {"seen": state["seen"] + 1}
 
-    cp.register_rule("fading", Stateful(start, fading))
+    cp.register_rule("fading", cp.Stage(fading, init=start))
     method = cp.method("dr_grpo", credit=["fading"])
     first = method.assign(batch())
     second = method.assign(batch(), first.state)
@@ -143,7 +143,7 @@ def test_register_every_other_axis():
     cp.register_reduction("ones", ones)
     cp.register_plan("reversed_rows", reversed_rows)
     cp.register_loss("squared", squared)
-    cp.register_controller("counting", Stateful(begin, counting))
+    cp.register_controller("counting", cp.Stage(counting, init=begin))
     axes = {
         "advantage": "halves",
         "reduction": "ones",

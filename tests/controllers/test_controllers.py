@@ -27,7 +27,7 @@ def rollouts(rewards, entropy, group=None):
 
 def after(batch, state=None, **params):
     controller = fade(**params)
-    return controller.apply(state or controller.init(), batch)
+    return controller(state or controller.start(), batch)
 
 
 # rate = 1: p_hat is the batch's solve rate
@@ -144,8 +144,8 @@ def test_fade_pools_over_ranks():
     parts = [slice(0, 2), slice(2, 5)]
     got = on_ranks(
         [
-            lambda reduce, part=part: fade.apply(
-                fade.init(),
+            lambda reduce, part=part: fade(
+                fade.start(),
                 rollouts(rewards[part], entropy[part], group[part]),
                 target_entropy=1.5,
                 reduce=reduce,
@@ -164,7 +164,7 @@ def test_fade_as_a_method_keeps_its_state_through_json():
     first = method.assign(batch)
     second = method.assign(rollouts([1, 1, 1, 0], 0.5), json.loads(json.dumps(first.state)))
     p_hat = 0.98 * (0.98 * 0.5 + 0.02 * 0.25) + 0.02 * 0.75
-    assert second.metrics["controller/fade_control/p_hat"] == pytest.approx(p_hat, rel=1e-14)
+    assert second.metrics["controller/fade/p_hat"] == pytest.approx(p_hat, rel=1e-14)
     alpha = 1.5 * (1 - p_hat) / p_hat
     # m = 3/4: A+ = (1/4)^(alpha - 1) * 1/4, delta 1
     assert second.advantage_N.tolist() == pytest.approx([0.25**alpha] * 3 + [-3 * 0.25**alpha])
@@ -193,7 +193,7 @@ def test_fade_wants_binary_rewards_and_entropy():
 def test_fade_bad_parameters(params, message):
     with pytest.raises(ValueError, match=f"fade controller: {message}"):
         after(rollouts([1, 0], 1.0), **params)
-    with pytest.raises(ValueError, match="fade_control has no parameter 'speed'"):
+    with pytest.raises(ValueError, match="fade has no parameter 'speed'"):
         fade(speed=1)
 
 
@@ -206,9 +206,9 @@ def test_entropy_target_by_hand():
     Entropies 2, 1, 0.5 at rate 0.25: 0.5, 0.5 + 0.25, 0.75 + 0.375 clipped at 1.
     """
     controller = entropy_target(**HOLD)
-    state, values, errors = controller.init(), [], []
+    state, values, errors = controller.start(), [], []
     for entropy in (2.0, 1.0, 0.5):
-        control = controller.apply(json.loads(json.dumps(state)), rollouts([1, 0], entropy))
+        control = controller(json.loads(json.dumps(state)), rollouts([1, 0], entropy))
         state = control.state
         values.append(control.settings["advantage"]["positive"])
         errors.append(control.metrics["error"])
@@ -223,9 +223,9 @@ def test_entropy_target_finds_the_value_that_holds_the_entropy():
     """
     for start in (0.0, 1.0):
         controller = entropy_target(**{**HOLD, "start": start, "target": 1.8})
-        state = controller.init()
+        state = controller.start()
         for _ in range(60):
-            state = controller.apply(state, rollouts([1, 0], 1 + 2 * state["value"])).state
+            state = controller(state, rollouts([1, 0], 1 + 2 * state["value"])).state
         assert state["value"] == pytest.approx(0.4, abs=1e-9)
 
 
@@ -233,7 +233,7 @@ def test_entropy_target_sets_the_parameter_of_a_method():
     method = cp.method("w_reinforce", controller=entropy_target(**{**HOLD, "target": 3.0}))
     out = method.assign(rollouts([1, 0], 2.0))
     assert out.advantage_N.tolist() == [0.75, -1.0]
-    assert out.metrics["controller/entropy_control/value"] == 0.75
+    assert out.metrics["controller/entropy_target/value"] == 0.75
     rule = cp.method(
         "top_entropy",
         controller=entropy_target(
@@ -248,7 +248,7 @@ def test_entropy_target_sets_the_parameter_of_a_method():
 def test_entropy_target_pools_over_ranks():
     got = on_ranks(
         [
-            lambda reduce, entropy=entropy: entropy_target.apply(
+            lambda reduce, entropy=entropy: entropy_target(
                 {"value": 0.5, "first_entropy": 2.0},
                 rollouts([1, 0], entropy),
                 reduce=reduce,
@@ -274,7 +274,7 @@ def test_entropy_target_pools_over_ranks():
 )
 def test_entropy_target_bad_parameters(params, message):
     with pytest.raises(ValueError, match=message):
-        entropy_target.apply(
+        entropy_target(
             {"value": 0.5, "first_entropy": None}, rollouts([1, 0], 1.0), **{**HOLD, **params}
         )
 
@@ -284,4 +284,4 @@ def test_controllers_pickle(name, params):
     controller = CONTROLLERS[name](**params)
     again = pickle.loads(pickle.dumps(controller))
     batch = rollouts([1, 0], 1.0)
-    assert again.apply(again.init(), batch) == controller.apply(controller.init(), batch)
+    assert again(again.start(), batch) == controller(controller.start(), batch)

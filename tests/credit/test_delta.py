@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from counterpoise.credit import proxies
 from counterpoise.credit.delta import delta, delta_weight
-from counterpoise.stage import base
 from counterpoise.types import TokenBatch
 from helpers import reference_delta as reference
 from helpers.delta_cases import KEPT, PROXIES, VARIANTS, VOCAB, example, ragged, twin, with_columns
@@ -164,7 +163,7 @@ def test_one_refinement_keeps_the_first_temperature():
     scales = reference.margins(rows, v, refinements=3)[1]
     assert scales[0] == scales[1]
     assert scales[1] != scales[2] != scales[3]
-    report = base(delta).report(credit_NT, delta(credit_NT, batch), batch)
+    report = delta.report(credit_NT, delta(credit_NT, batch), batch)
     assert math.isclose(report["gamma_positive"], scales[1][1], rel_tol=1e-12)
     assert math.isclose(report["gamma_negative"], scales[1][-1], rel_tol=1e-12)
 
@@ -257,7 +256,7 @@ def test_equal_centroids_give_ones():
     assert torch.equal(
         delta_weight(credit_NT, same, hard=True, low=0.0, high=1.0), same.mask_NT.double()
     )
-    assert base(delta).report(credit_NT, credit_NT, same)["gamma_positive"] == pytest.approx(1e-4)
+    assert delta.report(credit_NT, credit_NT, same)["gamma_positive"] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("score", [{"score": "random"}, {"select": "random"}])

@@ -10,16 +10,16 @@ import torch
 
 import counterpoise as cp
 from counterpoise.credit.delta import Settings, delta, delta_weight
-from counterpoise.stage import base, needs_of, parameters
+from counterpoise.stage import Stage
 from helpers import reference_delta as reference
 from helpers.delta_cases import KEPT, PROXIES, example, ragged
 
 
 def test_needs():
-    assert needs_of(delta) == {"hidden_NTD"}
-    assert needs_of(delta(proxy="topk")) == {"topk_ids_NTK", "topk_logp_NTK", "head_VD"}
-    assert needs_of(delta(proxy="head")) == {"hidden_NTD", "head_VD"}
-    assert needs_of(delta(score="random")) == needs_of(delta(select="random")) == frozenset()
+    assert delta.needs == {"hidden_NTD"}
+    assert delta(proxy="topk").needs == {"topk_ids_NTK", "topk_logp_NTK", "head_VD"}
+    assert delta(proxy="head").needs == {"hidden_NTD", "head_VD"}
+    assert delta(score="random").needs == delta(select="random").needs == frozenset()
     assert cp.method("delta").needs == {"hidden_NTD"}
     assert cp.method("delta", credit={"proxy": "head"}).needs == {"hidden_NTD", "head_VD"}
 
@@ -91,9 +91,9 @@ def test_bad_columns():
 
 
 def test_settings_and_report_follow_the_signature():
-    assert list(parameters(delta)) == list(Settings._fields)
-    own = parameters(base(delta).report)
-    assert own == {name: parameters(delta)[name] for name in own}
+    assert list(delta.parameters) == list(Settings._fields)
+    own = Stage(delta.report).parameters
+    assert own == {name: delta.parameters[name] for name in own}
 
 
 @pytest.mark.parametrize("proxy", PROXIES)
@@ -109,7 +109,7 @@ def test_logged_numbers(proxy):
     )
     report = {
         key: float(value)
-        for key, value in base(rule).report(credit_NT, after_NT, batch, proxy=proxy).items()
+        for key, value in rule.report(credit_NT, after_NT, batch, proxy=proxy).items()
     }
     rows, v = ragged(credit_NT, batch), reference.vectors(batch, proxy)
     first, scales, mu = reference.margins(rows, v, refinements=0)
@@ -151,6 +151,6 @@ def test_logged_numbers_of_a_method():
 def test_logged_numbers_of_one_side_and_of_none():
     batch, credit_NT = example()
     for one_sided_NT in (credit_NT.clamp(min=0), torch.zeros_like(credit_NT)):
-        report = base(delta).report(one_sided_NT, delta(one_sided_NT, batch), batch)
+        report = delta.report(one_sided_NT, delta(one_sided_NT, batch), batch)
         assert "centroid_distance" not in report
         assert (report["inflation"], report["weight_min"], report["weight_max"]) == (1, 1, 1)

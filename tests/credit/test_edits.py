@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from counterpoise import credit as rules
 from counterpoise.credit.edits import edit_credit, edit_distance, nearest_correct
-from counterpoise.stage import base
 from helpers import reference_credit as reference
 from helpers.credit_cases import batch_of, close, laws
 from helpers.strategies import ragged_batches
@@ -92,7 +91,7 @@ def test_edits_by_hand():
     close(found_NT, [[0, -g, 0, -g, 0, 0], [0, g, 0, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
     first_NT = rules.edits(incoming_NT, batch, first_edits=1)
     close(first_NT, [[0, -g, 0, 0, 0, 0], [0, g, 0, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
-    report = base(rules.edits).report(incoming_NT, found_NT, batch)
+    report = rules.edits.report(incoming_NT, found_NT, batch)
     assert {key: float(value) for key, value in report.items()} == pytest.approx(
         {
             "pairs": 1,

@@ -4,7 +4,6 @@ parameters.
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 import threading
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from counterpoise import credit as rules
 from counterpoise.maths.reduce import LOCAL, Reduce
-from counterpoise.stage import base, bound, build, call, needs_of
+from counterpoise.stage import build, call
 from helpers.credit_cases import (
     batch_of,
     close,
@@ -44,7 +43,6 @@ NEUTRAL = [
     rules.keep_mass(rule=rules.uniform, per_side=True),
     rules.only_positive(rule=rules.uniform),
     rules.only_negative(rule=rules.uniform),
-    rules.chain(rules=()),
 ]
 
 
@@ -81,13 +79,6 @@ EVERY_RULE = [
     rules.keep_mass(rule=rules.conflict(), per_side=True),
     rules.only_positive(rule=rules.ktae()),
     rules.only_negative(rule=rules.negative_token_filter(fraction=0.4)),
-    rules.chain(
-        rules=(
-            rules.conflict(),
-            rules.covariance(fraction=0.2, low=0.1234567),
-            rules.spurious(max_prob=0.4),
-        )
-    ),
 ]
 
 
@@ -261,30 +252,13 @@ def test_only_one_side_by_hand():
     )
 
 
-def test_chain_equals_its_rules_in_turn():
-    batch = batch_of([[1, 2], [1, 3]], sampler_logp=[[-1.0, -2.0], [-1.0, -0.1]])
-    credit_NT = spread([1.0, -1.0], batch)
-    parts = (
-        rules.conflict(),
-        rules.probability_scaled(alpha=0.5),
-        rules.negative_token_filter(fraction=0.5),
-    )
-    expected_NT = functools.reduce(lambda value_NT, rule: rule(value_NT, batch), parts, credit_NT)
-    assert torch.equal(rules.chain(rules=parts)(credit_NT, batch), expected_NT)
-
-
 def test_needs_reach_through_combinators():
-    assert needs_of(rules.top_entropy()) == {"entropy_NT"}
-    assert needs_of(rules.keep_mass(rule=rules.only_positive(rule=rules.spurious()))) == {
-        "entropy_NT"
+    assert rules.top_entropy().needs == {"entropy_NT"}
+    assert rules.keep_mass(rule=rules.only_positive(rule=rules.spurious())).needs == {"entropy_NT"}
+    assert rules.only_negative(rule=rules.keep_mass(rule=rules.kl_penalty())).needs == {
+        "ref_logp_NT"
     }
-    assert needs_of(
-        rules.chain(rules=(rules.kl_penalty(), rules.keep_mass(rule=rules.top_entropy())))
-    ) == {
-        "entropy_NT",
-        "ref_logp_NT",
-    }
-    assert needs_of(rules.chain(rules=(rules.conflict, rules.focal()))) == frozenset()
+    assert rules.keep_mass(rule=rules.conflict).needs == frozenset()
 
 
 def test_a_nested_rule_still_reports():
@@ -292,7 +266,7 @@ def test_a_nested_rule_still_reports():
     outer = rules.keep_mass(rule=rules.negative_token_filter(fraction=0.5))
     credit_NT = spread([-1.0], batch)
     report = call(
-        base(outer).report, credit_NT, outer(credit_NT, batch), batch, reduce=LOCAL, **bound(outer)
+        outer.report, credit_NT, outer(credit_NT, batch), batch, reduce=LOCAL, **outer.params
     )
     assert float(report["negative_kept_frac"]) == 0.5
 
@@ -304,7 +278,6 @@ def test_the_table_binds_builds_and_pickles():
     credit_NT = spread([1.0, -1.0], batch)
     for name in set(rules.RULES) - {
         "delta",
-        "chain",
         "keep_mass",
         "only_positive",
         "only_negative",
@@ -319,7 +292,7 @@ def test_the_table_binds_builds_and_pickles():
         rules.RULES,
         {"name": "keep_mass", "rule": {"name": "top_entropy", "fraction": 0.5}},
     )
-    assert bound(bound(nested)["rule"]) == {"fraction": 0.5}
+    assert nested.params["rule"].params == {"fraction": 0.5}
 
 
 BAD = [
@@ -349,8 +322,6 @@ BAD = [
     (rules.edits, {"serving": "max"}, "serving must be one of sum, mean"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),
-    (rules.chain, {"rules": rules.uniform}, "rules must be a tuple"),
-    (rules.chain, {"rules": ("uniform",)}, "chain: rule must be a credit rule"),
 ]
 
 

@@ -19,7 +19,7 @@ from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.kl import KL_ESTIMATORS, kl_estimator
 from counterpoise.maths.reduce import LOCAL, seeded_generator
 from counterpoise.maths.trie import pair_index, prefix_nodes
-from counterpoise.stage import base, bound, call
+from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 from helpers import reference_credit as reference
 from helpers.credit_cases import as_lists, batch_of, close, credited_batches, laws, name_of, spread
@@ -77,7 +77,7 @@ TWINS = [
 def test_every_rule_equals_its_twin(data):
     batch, credit_NT = data
     for rule, twin in TWINS:
-        expected = twin(as_lists(credit_NT, batch), reference.Rollouts(batch), **bound(rule))
+        expected = twin(as_lists(credit_NT, batch), reference.Rollouts(batch), **rule.params)
         close(rule(credit_NT, batch), expected, name_of(rule))
 
 
@@ -157,7 +157,7 @@ def test_negative_token_filter_by_hand():
     )
     found_NT = rules.negative_token_filter(spread([-2.0, 1.0], batch), batch, fraction=0.1)
     close(found_NT, [[0, -2, 0, 0, -2] + [0] * 6, [1, 1, 1]])
-    report = base(rules.negative_token_filter).report(spread([-2.0, 1.0], batch), found_NT, batch)
+    report = rules.negative_token_filter.report(spread([-2.0, 1.0], batch), found_NT, batch)
     assert float(report["negative_kept_frac"]) == pytest.approx(2 / 11)
     assert float(report["negative_kept_logp"]) == -5.0
     assert float(report["negative_dropped_logp"]) == pytest.approx((sum(logp) + 10) / 9)
@@ -179,7 +179,7 @@ def test_top_entropy_by_hand():
     close(
         rules.top_entropy(spread([1.0, -1.0], batch), batch, fraction=0.4), [[0, 1, 0, 1], [0, -1]]
     )
-    report = call(base(rules.top_entropy).report, None, None, batch, fraction=0.4, reduce=LOCAL)
+    report = call(rules.top_entropy.report, None, None, batch, fraction=0.4, reduce=LOCAL)
     assert float(report["threshold"]) == 0.5
 
 
@@ -215,7 +215,7 @@ def test_shared_prefix_by_hand():
     batch = batch_of([[1, 2, 3], [1, 2], [1, 5], [1, 2, 3]], group=[0, 0, 0, 7])
     found_NT = rules.shared_prefix(spread([6.0, 6.0, 6.0, 6.0], batch), batch)
     close(found_NT, [[2, 3, 6], [2, 3], [2, 6], [6, 6, 6]])
-    report = base(rules.shared_prefix).report(found_NT, found_NT, batch)
+    report = rules.shared_prefix.report(found_NT, found_NT, batch)
     assert float(report["shared_frac"]) == 0.5  # 5 of 10 tokens
     assert float(report["sharing_rollouts"]) == pytest.approx(
         (3 + 2 + 1 + 3 + 2 + 3 + 1 + 1 + 1 + 1) / 10
@@ -241,7 +241,7 @@ def test_spurious_by_hand():
     assert float(rules.spurious(credit_NT, batch, renormalise="mass").abs().sum()) == pytest.approx(
         6.0
     )
-    report = base(rules.spurious).report(
+    report = rules.spurious.report(
         credit_NT, rules.spurious(credit_NT, batch, entropy_quantile=0.5), batch
     )
     assert (float(report["spurious_frac"]), float(report["spurious_entropy"])) == pytest.approx(
@@ -343,7 +343,7 @@ def test_covariance_drops_at_least_one_and_none_outside_the_band():
     batch, credit_NT = many_candidates()
     assert int((rules.covariance(credit_NT, batch) == 0).sum()) == 1
     assert torch.equal(rules.covariance(credit_NT, batch, low=100.0, high=200.0), credit_NT)
-    report = base(rules.covariance).report(credit_NT, rules.covariance(credit_NT, batch), batch)
+    report = rules.covariance.report(credit_NT, rules.covariance(credit_NT, batch), batch)
     assert (float(report["dropped"]), float(report["band_frac"])) == (1.0, 1.0)
 
 

@@ -67,7 +67,6 @@ RULES = {
     "covariance": Rule({"fraction": 0.2, "low": -100.0, "high": 100.0}, is_random=True),
     "focal": Rule({"gamma": 1.0}),
     "kl_penalty": Rule({"coef": 0.1}, keeps_sign=False),
-    "chain": Rule({"rules": ("top_entropy", "negative_token_filter")}),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
     "only_positive": Rule({"rule": "top_entropy"}),
     "only_negative": Rule({"rule": "top_entropy"}),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from counterpoise.maths.reduce import LOCAL, seeded_generator
-from counterpoise.stage import base, bound, call
+from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 from helpers.strategies import ragged_batches
 
@@ -57,7 +57,7 @@ def close(actual_NT, rows, name=""):
 
 
 def name_of(rule):
-    return f"{base(rule).__name__}({bound(rule)})"
+    return f"{rule.__name__}({rule.params})"
 
 
 def batch_of(ids, *, group=None, reward=None, **columns):

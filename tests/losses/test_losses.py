@@ -28,7 +28,6 @@ from counterpoise.losses import (
     soft_gate,
     symmetric_clip,
 )
-from counterpoise.stage import base, bound, needs_of
 from helpers import reference_losses as twins
 from helpers.loss_cases import INF, assert_close, gradient, one_token, random_rows, rows_of
 from helpers.strategies import ragged_batches
@@ -169,9 +168,9 @@ def test_half_precision_log_probs_are_widened(name, params):
 @EVERY
 def test_parameters_bind(name, params):
     logp_NT, rows = random_rows()
-    stage = LOSSES[name](**params) if params else functools.partial(LOSSES[name])
-    assert base(stage) is LOSSES[name]
-    assert bound(stage) == params
+    stage = LOSSES[name](**params)
+    assert stage.fn is LOSSES[name].fn
+    assert stage.params == params
     assert torch.equal(stage(logp_NT, rows).loss_NT, LOSSES[name](logp_NT, rows, **params).loss_NT)
 
 
@@ -261,7 +260,7 @@ UNCLIPPED = [
 ]
 
 
-@pytest.mark.parametrize("loss", UNCLIPPED, ids=lambda loss: base(loss).__name__)
+@pytest.mark.parametrize("loss", UNCLIPPED, ids=lambda loss: loss.__name__)
 def test_clip_at_infinity_is_ratio_times_credit_and_reinforce_at_ratio_one(loss):
     logp_NT, rows = random_rows(seed=6, spread=2.0)
     out = loss(logp_NT, rows)
@@ -309,8 +308,8 @@ def test_clip_cov_draws_from_the_band_and_by_seed_alone():
 
 
 def test_needs_and_missing_reference():
-    assert needs_of(kl()) == {"ref_logp_NT"}
-    assert all(not needs_of(LOSSES[name]()) for name in LOSSES if name != "kl")
+    assert kl().needs == {"ref_logp_NT"}
+    assert all(not LOSSES[name]().needs for name in LOSSES if name != "kl")
     logp_NT, rows = random_rows()
     with pytest.raises(ValueError, match="kl: the rows have no ref_logp_NT"):
         kl(logp_NT, rows._replace(ref_logp_NT=None))

@@ -8,14 +8,13 @@ rank. Batch estimators and signs work with one rollout a prompt."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterpoise.advantages.batch import batch_whitened, group_mean_batch_std
 from counterpoise.advantages.fade import fade
 from counterpoise.advantages.group import group_mean, group_zscore, leave_one_out, max_rl
 from counterpoise.advantages.signs import negatives_only, positives_only, signs, weighted_signs
+from counterpoise.stage import Stage
 
-ADVANTAGES: dict[str, Any] = {
+ADVANTAGES: dict[str, Stage] = {
     "group_mean": group_mean,
     "group_zscore": group_zscore,
     "leave_one_out": leave_one_out,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from counterpoise.advantages.group import as_float, centre, group_rewards
 from counterpoise.maths.reduce import LOCAL, Reduce
-from counterpoise.stage import bindable
+from counterpoise.stage import Stage, declare
 
 
-@bindable
+@Stage
 def batch_whitened(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL) -> Tensor:
     """A = (R - mean of the batch) / unbiased std of the batch; works with one rollout a prompt.
 
@@ -36,7 +36,7 @@ def batch_whitened(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL)
     return centred_N / _std(centred_N, count, reduce)
 
 
-@bindable
+@declare(needs_groups=True)
 def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = LOCAL) -> Tensor:
     """A = (R - m) / unbiased std of R - m over the batch, m the group's mean.
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import centre, group_rewards
-from counterpoise.stage import bindable
+from counterpoise.stage import declare
 
 
-@bindable
+@declare(needs_groups=True)
 def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float = 1.0) -> Tensor:
     """A = (1 - m)^(alpha - 1) (R - m), and negative values are divided by delta; m is the prompt's
     solve rate. No std.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.reduce import Groups, groups
-from counterpoise.stage import bindable
+from counterpoise.stage import declare
 
 WORK_ALONE = "batch_whitened, signs, positives_only, negatives_only, weighted_signs"
 
 
-@bindable
+@declare(needs_groups=True)
 def group_mean(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """A = R - m.
 
@@ -37,7 +37,7 @@ def group_mean(reward_N: Tensor, group_N: Tensor) -> Tensor:
     return centre(reward_N, by_prompt)
 
 
-@bindable
+@declare(needs_groups=True)
 def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A = (R - m) / (s + eps).
 
@@ -60,7 +60,7 @@ def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Ten
     return centre(reward_N, by_prompt) / torch.where(is_constant_N, 1, std_N + eps)
 
 
-@bindable
+@declare(needs_groups=True)
 def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """A_i = R_i - mean of the other rewards of the group = (R_i - m) G / (G - 1).
 
@@ -79,7 +79,7 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
     return torch.where(by_prompt.is_constant(reward_N), 0, reward_N - others_N / num_others_N)
 
 
-@bindable
+@declare(needs_groups=True)
 def max_rl(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """A = (R - m) / m, and 0 where m = 0.
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import as_float
-from counterpoise.stage import bindable
+from counterpoise.stage import Stage
 
 
-@bindable
+@Stage
 def signs(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5) -> Tensor:
     """A = +1 if R > threshold, else -1.
 
@@ -31,7 +31,7 @@ def signs(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5) -> Tenso
     return _sides("signs", reward_N, threshold, positive=1.0, negative=1.0)
 
 
-@bindable
+@Stage
 def positives_only(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5) -> Tensor:
     """A = 1 if R > threshold, else 0 (positive sample reinforcement). Arguments as for ``signs``.
 
@@ -43,7 +43,7 @@ def positives_only(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5)
     return _sides("positives_only", reward_N, threshold, positive=1.0, negative=0.0)
 
 
-@bindable
+@Stage
 def negatives_only(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5) -> Tensor:
     """A = 0 if R > threshold, else -1 (negative sample reinforcement). Arguments as for ``signs``.
 
@@ -55,7 +55,7 @@ def negatives_only(reward_N: Tensor, group_N: Tensor, *, threshold: float = 0.5)
     return _sides("negatives_only", reward_N, threshold, positive=0.0, negative=1.0)
 
 
-@bindable
+@Stage
 def weighted_signs(
     reward_N: Tensor, group_N: Tensor, *, positive: float = 0.1, threshold: float = 0.5
 ) -> Tensor:

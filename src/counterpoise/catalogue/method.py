@@ -5,30 +5,45 @@
 The data's way::
 
     out = method.assign(batch)                                  # Credit
-    for batch in method.plan(batch, num_updates=4, seed=0):        # rows of each update
-        rows = method.rows(batch, out, batch)                    # Rows: the batch's columns with scale_NT
-        loss = method.loss(trainer_logp_NT, rows)               # TokenLoss; rows.select(...) for a micro-batch
+    for row_R in method.plan(batch, num_updates=4, seed=0):     # rows of each update
+        rows = method.rows(batch, out, row_R)                   # Rows: its columns with scale_NT
+        loss = method.loss(trainer_logp_NT, rows)               # TokenLoss; or rows.select(...)
         (loss.loss_NT * rows.scale_NT).sum().backward()
 
-A loss that must see the whole batch before it is cut (``method.needs_update_logp``) gets it by
-``rows = method.prepare(update_logp_NT, rows)`` with the no-grad log-probs of all the batch's rows.
+A loss that must see the whole update before it is cut (``method.needs_update_logp``) gets it by
+``rows = method.prepare(update_logp_NT, rows)`` with the no-grad log-probs of all the update's rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoise.catalogue.registry import FAMILIES
+from counterpoise.advantages import ADVANTAGES
+from counterpoise.controllers import CONTROLLERS
+from counterpoise.credit import RULES
 from counterpoise.errors import nearest
+from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, masked_mean, seeded_generator
-from counterpoise.plans import manifest
-from counterpoise.stage import Stage, Stateful, base, bound, build, call, describe, needs_of, rebind
+from counterpoise.plans import PLANS, manifest
+from counterpoise.reductions import REDUCTIONS
+from counterpoise.stage import Spec, Stage, build, call, describe
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
+
+# axis -> its stages by name; ``register_*`` adds to them from outside
+FAMILIES: dict[str, dict[str, Stage]] = {
+    "advantage": ADVANTAGES,
+    "credit": RULES,
+    "loss": LOSSES,
+    "reduction": REDUCTIONS,
+    "plan": PLANS,
+    "controller": CONTROLLERS,
+}
 
 # axis -> field of Method
 AXES = {
@@ -39,6 +54,9 @@ AXES = {
     "plan": "planner",
     "controller": "controller",
 }
+
+# what a caller may give for an axis: see ``change_axes``
+Axis = Spec | Sequence[Spec] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +74,16 @@ class Method:
 
     name: str
     advantage: Stage
-    rules: tuple[Any, ...]
+    rules: tuple[Stage, ...]
     terms: tuple[Stage, ...]
     reduction: Stage
     planner: Stage
-    controller: Stateful | None = None
+    controller: Stage | None = None
     reference: str = ""
     summary: str = ""
 
     @property
-    def stages(self) -> list[Any]:
+    def stages(self) -> list[Stage]:
         """All stages, in the data's order."""
         last = [self.controller] if self.controller else []
         return [self.advantage, *self.rules, *self.terms, self.reduction, self.planner, *last]
@@ -73,18 +91,49 @@ class Method:
     @functools.cached_property
     def needs(self) -> frozenset[str]:
         """Optional columns that some stage reads: known before any forward."""
-        return frozenset().union(*(needs_of(stage) for stage in self.stages))
+        return frozenset().union(*(stage.needs for stage in self.stages))
 
     @property
     def needs_update_logp(self) -> bool:
         """Whether ``prepare`` must see the log-probs of a whole update before it is cut."""
-        return any(base(term).prepare for term in self.terms)
+        return any(term.prepare for term in self.terms)
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether some stage compares the rollouts of a prompt, so that one per prompt is an error."""
+        return any(stage.has("needs_groups") for stage in self.stages)
+
+    @property
+    def reads_rewards_only(self) -> bool:
+        """Whether a rollout's tokens all get one credit, known from rewards and groups alone."""
+        return self.controller is None and all(r.has("reads_rewards_only") for r in self.rules)
+
+    @property
+    def collectors(self) -> list[Stage]:
+        """The stages that sample more before credit is assigned, in order: the plan, which decides
+        how many rollouts there are, before the rules, which work on them.
+        """
+        every = [part for stage in self.stages for part in (*stage.nested, stage)]
+        return [stage for stage in reversed(every) if stage.has("samples_more")]
+
+    def check_group_size(self, size: int, where: str) -> None:
+        """One rollout per prompt with a stage that compares them: say so before a model loads.
+
+        ``where`` opens the message, for example "rollouts.group_size is 1."
+        """
+        if size == 1 and self.needs_groups:
+            names = ", ".join(stage.name for stage in self.stages if stage.has("needs_groups"))
+            alone = [key for key, value in ADVANTAGES.items() if not value.has("needs_groups")]
+            raise ValueError(
+                f"{where} {names} compares the rollouts of one prompt. Sample two or"
+                f" more per prompt, or use an advantage that works with one: {', '.join(alone)}."
+            )
 
     def init(self) -> dict[str, Any]:
         """The state before the first batch; JSON."""
         return {
-            "controller": self.controller.init() if self.controller else None,
-            "rules": [rule.init() if isinstance(rule, Stateful) else None for rule in self.rules],
+            "controller": self.controller.start() if self.controller else None,
+            "rules": [rule.start() for rule in self.rules],
         }
 
     def assign(
@@ -106,25 +155,21 @@ class Method:
         """
         self._check_columns(batch)
         state = self.init() if state is None else state
-        controlled, controller_state, metrics = self._controlled(batch, state, reduce)
+        controlled, controller_state, metrics = self._control(batch, state, reduce)
         advantage_N = call(controlled.advantage, batch.reward_N, batch.group_N, reduce=reduce)
         check_finite(
-            f"advantage {base(self.advantage).__name__}",
+            f"advantage {self.advantage.name}",
             advantage_N,
             torch.ones_like(advantage_N, dtype=torch.bool),
         )
         credit_NT, rule_states = torch.where(batch.mask_NT, advantage_N[:, None], 0), []
         for k, rule in enumerate(controlled.rules):
-            before_NT, offers = (
-                credit_NT,
-                {
-                    "reduce": reduce,
-                    "generator": seeded_generator(seed, batch_number, f"credit/{k}"),
-                },
-            )
-            credit_NT, rule_state = _applied(rule, state["rules"][k], credit_NT, batch, offers)
+            before_NT, generator = credit_NT, seeded_generator(seed, batch_number, f"credit/{k}")
+            memory = () if rule.init is None else (state["rules"][k],)
+            out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
+            credit_NT, rule_state = out if memory else (out, None)
             rule_states.append(rule_state)
-            credit_NT = _checked(base(rule).__name__, credit_NT, batch.mask_NT)
+            credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
             metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, reduce)
         return Credit(
             advantage_N=advantage_N,
@@ -139,7 +184,7 @@ class Method:
     ) -> Plan:
         """Which rollouts share an update.
 
-        Ranks and micro-batches are cut later (``shard``) and change nothing.
+        Ranks and micro-batches are cut later and change nothing.
         """
         if num_updates < 1:
             raise ValueError(f"plan: num_updates must be at least 1, got {num_updates}.")
@@ -196,14 +241,13 @@ class Method:
         )
 
     def prepare(self, update_logp_NT: Tensor, rows: Rows) -> Rows:
-        """What a loss must know of the whole batch, from the detached log-probs of all its rows; for
-        other losses nothing changes.
+        """What a loss must know of the whole update, from the detached log-probs of all its rows;
+        for other losses nothing changes.
         """
         for term in self.terms:
-            if base(term).prepare:
-                rows = rows._replace(
-                    update_NT=base(term).prepare(update_logp_NT.detach(), rows, **bound(term))
-                )
+            if term.prepare:
+                update_NT = term.prepare(update_logp_NT.detach(), rows, **term.params)
+                rows = rows._replace(update_NT=update_NT)
         return rows
 
     def loss(self, trainer_logp_NT: Tensor, rows: Rows) -> TokenLoss:
@@ -221,36 +265,35 @@ class Method:
         out: dict[str, Any] = {"name": self.name}
         for axis, field in AXES.items():
             value = getattr(self, field)
-            many = isinstance(value, tuple) and not isinstance(value, Stateful)
             out[axis] = (
                 [describe(FAMILIES[axis], stage) for stage in value]
-                if many
+                if isinstance(value, tuple)
                 else value and describe(FAMILIES[axis], value)
             )
         return out
 
-    def _controlled(
+    def _control(
         self, batch: TokenBatch, state: dict[str, Any], reduce: Reduce
     ) -> tuple[Method, Any, dict[str, float]]:
         if self.controller is None:
             return self, None, {}
-        control = call(self.controller.apply, state["controller"], batch, reduce=reduce)
-        name = base(self.controller).__name__
+        control = call(self.controller, state["controller"], batch, reduce=reduce)
         metrics = {
-            f"controller/{name}/{key}": float(value) for key, value in control.metrics.items()
+            f"controller/{self.controller.name}/{key}": float(value)
+            for key, value in control.metrics.items()
         }
         return change_axes(self, control.settings), control.state, metrics
 
     def _check_columns(self, batch: TokenBatch) -> None:
         for stage in self.stages:
-            for column in sorted(needs_of(stage)):
+            for column in sorted(stage.needs):
                 try:
                     batch.column(column)
                 except ValueError as missing:
-                    raise ValueError(f"{base(stage).__name__} reads {column}. {missing}") from None
+                    raise ValueError(f"{stage.name} reads {column}. {missing}") from None
 
 
-def change_axes(method: Method, axes: dict[str, Any]) -> Method:
+def change_axes(method: Method, axes: Mapping[str, Axis]) -> Method:
     """A method with some axes changed.
 
     A name, a mapping with ``name``, a function or a list of them replaces the axis; a mapping
@@ -264,47 +307,29 @@ def change_axes(method: Method, axes: dict[str, Any]) -> Method:
     return dataclasses.replace(method, **fields)
 
 
-def _axis(axis: str, spec: Any, current: Any) -> Any:
-    known = FAMILIES[axis]
-    if axis in ("credit", "loss"):
-        if isinstance(spec, dict) and "name" not in spec:
-            if not current:
-                raise ValueError(
-                    f"method: {axis} has no stage whose parameters {sorted(spec)} could change;"
-                    " give a list of stages."
-                )
-            return (rebind(current[0], spec), *current[1:])
-        stages = tuple(
-            build(f"{axis} rule" if axis == "credit" else axis, known, one)
-            for one in _as_list(spec)
-        )
-        if axis == "loss" and not stages:
-            raise ValueError("method: the loss axis needs at least one term.")
-        return stages
-    if spec is None and axis == "controller":
-        return None
-    if isinstance(spec, dict) and "name" not in spec:
-        return rebind(current, spec)
-    return build(axis, known, spec)
+def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> Any:
+    """The value of one axis: a stage, or a tuple of them where an axis takes several."""
+    several = axis in ("credit", "loss")
+    if isinstance(spec, Mapping) and "name" not in spec:
+        if not current:
+            raise ValueError(
+                f"method: {axis} has no stage whose parameters {sorted(spec)} could change;"
+                " give a list of stages."
+            )
+        if isinstance(current, tuple):
+            return (current[0](**spec), *current[1:])
+        return current(**spec)
+    if not several:
+        is_off = spec is None and axis == "controller"
+        return None if is_off else build(axis, FAMILIES[axis], spec)  # pyright: ignore[reportArgumentType]
+    family = "credit rule" if axis == "credit" else axis
+    specs: Any = spec if isinstance(spec, (list, tuple)) else [] if spec is None else [spec]
+    if axis == "loss" and not specs:
+        raise ValueError("method: the loss axis needs at least one term.")
+    return tuple(build(family, FAMILIES[axis], one) for one in specs)
 
 
-def _as_list(spec: Any) -> list[Any]:
-    if spec is None:
-        return []
-    return (
-        list(spec) if isinstance(spec, (list, tuple)) and not isinstance(spec, Stateful) else [spec]
-    )
-
-
-def _applied(
-    rule: Any, state: Any, credit_NT: Tensor, batch: TokenBatch, offers: dict[str, Any]
-) -> tuple[Tensor, Any]:
-    if isinstance(rule, Stateful):
-        return call(rule.apply, state, credit_NT, batch, **offers)
-    return call(rule, credit_NT, batch, **offers), None
-
-
-def _checked(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
+def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
     if credit_NT.shape != mask_NT.shape:
         raise ValueError(
             f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"
@@ -324,7 +349,7 @@ def _weight(credit_NT: Tensor, advantage_N: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def _rule_metrics(
-    rule: Any, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, reduce: Reduce
+    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, reduce: Reduce
 ) -> dict[str, float]:
     """What a rule did: share of credited tokens kept, mass sum|credit| after / before, log-prob of
     kept and dropped; then its own report.
@@ -337,7 +362,6 @@ def _rule_metrics(
         "kept_logp": masked_mean(batch.sampler_logp_NT, had_NT & has_NT, reduce),
         "dropped_logp": masked_mean(batch.sampler_logp_NT, had_NT & ~has_NT, reduce),
     }
-    report = getattr(base(rule), "report", None)
-    if report:
-        metrics |= call(report, before_NT, after_NT, batch, reduce=reduce, **bound(rule))
-    return {f"credit/{base(rule).__name__}/{key}": float(value) for key, value in metrics.items()}
+    if rule.report:
+        metrics |= call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
+    return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}

@@ -1,24 +1,12 @@
-"""Published methods as points on the six axes.
+"""Published methods as points on the six axes: data alone, no torch.
 
 A preset holds the vetted defaults of its source; change any axis by name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import warnings
 from typing import Any
 
-import torch
-
-from counterpoise.catalogue.method import AXES, Method, change_axes
-from counterpoise.catalogue.registry import FAMILIES
-from counterpoise.errors import nearest
-from counterpoise.stage import bound, describe, parameters
-from counterpoise.types import COLUMNS, TokenBatch
-
-ENTRY_POINTS = "counterpoise.methods"
 CLIP = {"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}
 CLIP_HIGHER = {"name": "clipped", "clip_low": 0.2, "clip_high": 0.28}
 DELTA_CLIP = {**CLIP_HIGHER, "dual_clip": 10.0}
@@ -204,137 +192,3 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"credit": ["focal"], "loss": CLIP},
     ),
 }
-
-_registered: dict[str, Method] = {}
-_plugins_loaded = False
-
-
-def method(name: str, **axes: Any) -> Method:
-    """A preset with some axes changed, checked by a dry run.
-
-    Args:
-        name: a preset, see ``methods()``.
-        axes: ``advantage``, ``credit``, ``loss``, ``reduction``, ``plan``, ``controller``: a name,
-            a mapping with ``name`` and parameters, a
-            bound stage, for ``credit`` and ``loss`` also a list of them; a mapping without ``name``
-            changes parameters of the preset's stage.
-
-    >>> method("dapo", plan="query_preserved", credit=[{"name": "top_entropy", "fraction": 0.2}]).needs
-    frozenset({'entropy_NT'})
-    """
-    load_plugins()
-    made = change_axes(_preset(name), axes)
-    dry_run(made)
-    return made
-
-
-def methods() -> dict[str, dict[str, Any]]:
-    """Every preset: its summary, reference, axes, the parameters of its stages and the columns it
-    needs; JSON.
-
-    >>> methods()["dfpo_min"]["axes"]["loss"]
-    [{'name': 'dfpo', 'transform': 'min'}]
-    """
-    load_plugins()
-    return {name: _info(_preset(name)) for name in [*PRESETS, *_registered]}
-
-
-def register_method(name: str, made: Method) -> Method:
-    """Make a method of your own available as ``method(name)``."""
-    if name in PRESETS or name in _registered:
-        raise ValueError(f"register_method: {name!r} is taken. Choose another name.")
-    dry_run(made)
-    _registered[name] = dataclasses.replace(made, name=name)
-    return _registered[name]
-
-
-def load_plugins() -> None:
-    """Run every entry point of the group ``counterpoise.methods`` once; one that fails is
-    named in a warning.
-    """
-    global _plugins_loaded
-    if _plugins_loaded:
-        return
-    _plugins_loaded = True
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            point.load()()
-        except Exception as error:
-            warnings.warn(
-                f"counterpoise plug-in {point.name!r} ({point.value}) failed: {error!r}. Its"
-                " methods are missing.",
-                stacklevel=2,
-            )
-
-
-def dry_run(made: Method) -> None:
-    """Run every stage on two rollouts of three tokens, so that a wrong parameter shows now and not
-    at batch 300.
-    """
-    try:
-        batch = _example(made)
-        rows = made.rows(batch, made.assign(batch), made.plan(batch, num_updates=1).updates[0])
-        made.loss(torch.full_like(rows.sampler_logp_NT, -0.5), rows)
-    except ValueError as error:
-        raise ValueError(f"method {made.name!r}: {error}") from None
-    except Exception as error:
-        raise ValueError(
-            f"method {made.name!r} does not run on a 2 x 3 example: {error!r}"
-        ) from error
-
-
-def _preset(name: str) -> Method:
-    if name in _registered:
-        return _registered[name]
-    if name not in PRESETS:
-        raise ValueError(f"unknown method {name!r}. {nearest(name, [*PRESETS, *_registered])}")
-    summary, reference, axes = PRESETS[name]
-    unset: Any = None
-    blank = Method(name, unset, (), (), unset, unset, reference=reference, summary=summary)
-    return change_axes(blank, {**DEFAULT, **axes})
-
-
-def _example(made: Method) -> TokenBatch:
-    gen = torch.Generator().manual_seed(0)
-    ready: dict[str, torch.Tensor] = {
-        "entropy_NT": torch.rand(2, 3, generator=gen) + 0.1,
-        "trainer_logp_NT": torch.full((2, 3), -0.7),
-        "ref_logp_NT": torch.full((2, 3), -0.8),
-        "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
-        "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
-        "topk_logp_NTK": torch.full((2, 3, 3), -1.2),
-        "head_VD": torch.randn(8, 4, generator=gen),
-    }
-    extra = {name: torch.rand(2, 3, generator=gen) for name in made.needs if name not in COLUMNS}
-    return TokenBatch(
-        token_ids_NT=torch.tensor([[1, 2, 3], [1, 4, 5]]),
-        mask_NT=torch.ones(2, 3, dtype=torch.bool),
-        group_N=torch.zeros(2, dtype=torch.long),
-        reward_N=torch.tensor([1.0, 0.0]),
-        sampler_logp_NT=torch.tensor([[-0.1, -0.5, -1.0], [-0.1, -0.6, -1.1]]),
-        extra=extra,
-        **{name: value for name, value in ready.items() if name in made.needs},  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _info(made: Method) -> dict[str, Any]:
-    described = made.describe()
-    return {
-        "summary": made.summary,
-        "reference": made.reference,
-        "axes": {axis: described[axis] for axis in AXES},
-        "parameters": {
-            axis: _axis_parameters(axis, getattr(made, field)) for axis, field in AXES.items()
-        },
-        "needs": sorted(made.needs),
-    }
-
-
-def _axis_parameters(axis: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    stages = value if axis in ("credit", "loss") else (value,)
-    return {
-        describe(FAMILIES[axis], stage)["name"]: {**parameters(stage), **bound(stage)}
-        for stage in stages
-    }

@@ -1,61 +1,189 @@
-"""The six axes, each a table name -> stage.
-
-A family's own dict is the table; ``register_*`` adds to it from outside.
-"""
+"""Every method and stage by name: the presets, what a process registers, what plug-ins bring."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import warnings
 from typing import Any
 
-from counterpoise.advantages import ADVANTAGES
-from counterpoise.controllers import CONTROLLERS
-from counterpoise.credit import RULES
-from counterpoise.losses import LOSSES
-from counterpoise.plans import PLANS
-from counterpoise.reductions import REDUCTIONS
-from counterpoise.stage import Stage, Stateful, base, bindable
+import torch
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "advantage": ADVANTAGES,
-    "credit": RULES,
-    "loss": LOSSES,
-    "reduction": REDUCTIONS,
-    "plan": PLANS,
-    "controller": CONTROLLERS,
-}
+from counterpoise.catalogue.method import AXES, FAMILIES, Axis, Method, change_axes
+from counterpoise.catalogue.presets import DEFAULT, PRESETS
+from counterpoise.errors import nearest
+from counterpoise.stage import Function, Stage, as_stage, describe
+from counterpoise.types import COLUMNS, TokenBatch
+
+ENTRY_POINTS = "counterpoise.methods"
+
+_registered: dict[str, Method] = {}
+_plugins_loaded = False
 
 
-def register(axis: str, name: str, stage: Any) -> Any:
-    """Add a stage of your own to an axis; returns it.
+def method(name: str, **axes: Axis) -> Method:
+    """A preset with some axes changed, checked by a dry run.
+
+    Args:
+        name: a preset, see ``methods()``.
+        axes: ``advantage``, ``credit``, ``loss``, ``reduction``, ``plan``, ``controller``: a name,
+            a mapping with ``name`` and parameters, a
+            bound stage, for ``credit`` and ``loss`` also a list of them; a mapping without ``name``
+            changes parameters of the preset's stage.
+
+    >>> method("dapo", plan="query_preserved", credit=[{"name": "top_entropy", "fraction": 0.2}]).needs
+    frozenset({'entropy_NT'})
+    """
+    load_plugins()
+    chosen = change_axes(_preset(name), axes)
+    dry_run(chosen)
+    return chosen
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Every preset: its summary, reference, axes, the parameters of its stages and the columns it
+    needs; JSON.
+
+    >>> methods()["dfpo_min"]["axes"]["loss"]
+    [{'name': 'dfpo', 'transform': 'min'}]
+    """
+    load_plugins()
+    return {name: _info(_preset(name)) for name in [*PRESETS, *_registered]}
+
+
+def register_method(name: str, chosen: Method) -> Method:
+    """Make a method of your own available as ``method(name)``."""
+    if name in PRESETS or name in _registered:
+        raise ValueError(f"register_method: {name!r} is taken. Choose another name.")
+    dry_run(chosen)
+    _registered[name] = dataclasses.replace(chosen, name=name)
+    return _registered[name]
+
+
+def load_plugins() -> None:
+    """Run every entry point of the group ``counterpoise.methods`` once; one that fails is
+    named in a warning.
+    """
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    _plugins_loaded = True
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()()
+        except Exception as error:
+            warnings.warn(
+                f"counterpoise plug-in {point.name!r} ({point.value}) failed: {error!r}. Its"
+                " methods are missing.",
+                stacklevel=2,
+            )
+
+
+def dry_run(chosen: Method) -> None:
+    """Run every stage on two rollouts of three tokens, so that a wrong parameter shows now and not
+    at batch 300.
+    """
+    try:
+        batch = _example(chosen)
+        rows = chosen.rows(
+            batch, chosen.assign(batch), chosen.plan(batch, num_updates=1).updates[0]
+        )
+        chosen.loss(torch.full_like(rows.sampler_logp_NT, -0.5), rows)
+    except ValueError as error:
+        raise ValueError(f"method {chosen.name!r}: {error}") from None
+    except Exception as error:
+        raise ValueError(
+            f"method {chosen.name!r} does not run on a 2 x 3 example: {error!r}"
+        ) from error
+
+
+def _preset(name: str) -> Method:
+    if name in _registered:
+        return _registered[name]
+    if name not in PRESETS:
+        raise ValueError(f"unknown method {name!r}. {nearest(name, [*PRESETS, *_registered])}")
+    summary, reference, axes = PRESETS[name]
+    unset: Any = None
+    blank = Method(name, unset, (), (), unset, unset, reference=reference, summary=summary)
+    return change_axes(blank, {**DEFAULT, **axes})
+
+
+def _example(chosen: Method) -> TokenBatch:
+    gen = torch.Generator().manual_seed(0)
+    ready: dict[str, torch.Tensor] = {
+        "entropy_NT": torch.rand(2, 3, generator=gen) + 0.1,
+        "trainer_logp_NT": torch.full((2, 3), -0.7),
+        "ref_logp_NT": torch.full((2, 3), -0.8),
+        "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
+        "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
+        "topk_logp_NTK": torch.full((2, 3, 3), -1.2),
+        "head_VD": torch.randn(8, 4, generator=gen),
+    }
+    extra = {name: torch.rand(2, 3, generator=gen) for name in chosen.needs if name not in COLUMNS}
+    return TokenBatch(
+        token_ids_NT=torch.tensor([[1, 2, 3], [1, 4, 5]]),
+        mask_NT=torch.ones(2, 3, dtype=torch.bool),
+        group_N=torch.zeros(2, dtype=torch.long),
+        reward_N=torch.tensor([1.0, 0.0]),
+        sampler_logp_NT=torch.tensor([[-0.1, -0.5, -1.0], [-0.1, -0.6, -1.1]]),
+        extra=extra,
+        **{name: value for name, value in ready.items() if name in chosen.needs},  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _info(chosen: Method) -> dict[str, Any]:
+    described = chosen.describe()
+    return {
+        "summary": chosen.summary,
+        "reference": chosen.reference,
+        "axes": {axis: described[axis] for axis in AXES},
+        "parameters": {
+            axis: _axis_parameters(axis, getattr(chosen, field)) for axis, field in AXES.items()
+        },
+        "needs": sorted(chosen.needs),
+    }
+
+
+def _axis_parameters(axis: str, value: Stage | tuple[Stage, ...] | None) -> dict[str, Any]:
+    stages = value if isinstance(value, tuple) else (value,) if value else ()
+    return {
+        describe(FAMILIES[axis], stage)["name"]: {**stage.parameters, **stage.params}
+        for stage in stages
+    }
+
+
+def register(axis: str, name: str, fn: Function) -> Stage:
+    """Add a stage of your own, or a plain function, to an axis; returns the stage.
 
     The same function may be registered twice, another one under a taken name may not.
     """
-    taken = FAMILIES[axis].get(name)
-    if taken is not None and base(taken) is not base(stage):
+    stage = as_stage(fn)
+    taken = FAMILIES[axis].setdefault(name, stage)
+    if taken.fn is not stage.fn:
         raise ValueError(
-            f"register: {axis} {name!r} is taken by"
-            f" {base(taken).__module__}.{base(taken).__name__}. Choose another name."
+            f"register: {axis} {name!r} is taken by {taken.fn.__module__}.{taken.name}. Choose"
+            " another name."
         )
-    if taken is None:
-        FAMILIES[axis][name] = stage
-    return stage
+    return taken
 
 
-def register_advantage(name: str, fn: Stage) -> Stage:
+def register_advantage(name: str, fn: Function) -> Stage:
     """``fn(reward_N, group_N, *, params) -> advantage_N`` becomes ``method(..., advantage=name)``."""
-    return register("advantage", name, bindable(fn))
+    return register("advantage", name, fn)
 
 
-def register_rule(name: str, rule: Any) -> Any:
-    """``rule(credit_NT, batch, *, params) -> credit_NT`` (or a ``Stateful``) becomes ``method(...,
-    credit=[name])``.
+def register_rule(name: str, fn: Function) -> Stage:
+    """``fn(credit_NT, batch, *, params) -> credit_NT`` becomes ``method(..., credit=[name])``.
+
+    With memory, ``Stage(fn, init=...)``: ``fn(state, credit_NT, batch, *, params) -> (credit_NT,
+    state)``.
     """
-    return register("credit", name, rule if isinstance(rule, Stateful) else bindable(rule))
+    return register("credit", name, fn)
 
 
-def register_loss(name: str, loss: Stage) -> Stage:
+def register_loss(name: str, loss: Function) -> Stage:
     """A function decorated with ``counterpoise.token_loss`` becomes ``method(..., loss=name)``."""
-    if not hasattr(base(loss), "prepare"):
+    if not isinstance(loss, Stage):
         raise ValueError(
             f"register_loss: {name!r} is a plain function. Decorate it with"
             " @counterpoise.token_loss, which derives coef_NT."
@@ -63,22 +191,22 @@ def register_loss(name: str, loss: Stage) -> Stage:
     return register("loss", name, loss)
 
 
-def register_reduction(name: str, fn: Stage) -> Stage:
+def register_reduction(name: str, fn: Function) -> Stage:
     """``fn(mask_NT, credit_NT, advantage_N, *, params) -> scale_NT`` becomes ``method(...,
     reduction=name)``.
     """
-    return register("reduction", name, bindable(fn))
+    return register("reduction", name, fn)
 
 
-def register_plan(name: str, fn: Stage) -> Stage:
+def register_plan(name: str, fn: Function) -> Stage:
     """``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]`` becomes
     ``method(..., plan=name)``.
     """
-    return register("plan", name, bindable(fn))
+    return register("plan", name, fn)
 
 
-def register_controller(name: str, controller: Stateful) -> Stateful:
-    """``Stateful(init, apply)`` with ``apply(state, batch, *, params) -> Control`` becomes
-    ``method(..., controller=name)``.
+def register_controller(name: str, fn: Stage) -> Stage:
+    """``Stage(fn, init=...)`` with ``fn(state, batch, *, params) -> Control`` becomes ``method(...,
+    controller=name)``.
     """
-    return register("controller", name, controller)
+    return register("controller", name, fn)

@@ -1,16 +1,15 @@
-"""State over updates that sets parameters of other axes.
+"""Stages with memory that set parameters of other axes from batch to batch.
 
-``Stateful(init, apply)``; the state is JSON and is checkpointed.
+``fn(state, batch, *, params) -> Control``; the state is JSON and is checkpointed.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterpoise.controllers.entropy import entropy_target
 from counterpoise.controllers.fade import fade
+from counterpoise.stage import Stage
 
-CONTROLLERS: dict[str, Any] = {
+CONTROLLERS: dict[str, Stage] = {
     "fade": fade,
     "entropy_target": entropy_target,
 }

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
-from counterpoise.stage import Control, Stateful, needs
+from counterpoise.stage import Control, declare
 from counterpoise.types import TokenBatch
 
 AXES = ("advantage", "credit")
@@ -17,8 +17,8 @@ def entropy_start(*, start: float) -> dict[str, Any]:
     return {"value": float(start), "first_entropy": None}
 
 
-@needs("entropy_NT")
-def entropy_control(
+@declare(needs="entropy_NT", init=entropy_start)
+def entropy_target(
     state: dict[str, Any],
     batch: TokenBatch,
     *,
@@ -48,7 +48,7 @@ def entropy_control(
 
     >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1, 0], sampler_logp=[[-1.0], [-1.0]], entropy=[[1.0], [2.0]])
     >>> setting = {"path": "advantage.positive", "start": 0.5, "lo": 0.0, "hi": 1.0, "rate": -0.5}
-    >>> entropy_control(entropy_start(start=0.5), batch, target=2.0, **setting).settings
+    >>> entropy_target(entropy_start(start=0.5), batch, target=2.0, **setting).settings
     {'advantage': {'positive': 0.25}}
     """
     axis, parameter = _check(path, start, lo, hi, rate, target)
@@ -61,9 +61,6 @@ def entropy_control(
         state={"value": value, "first_entropy": first},
         metrics={"value": value, "entropy": entropy, "error": error},
     )
-
-
-entropy_target = Stateful(entropy_start, entropy_control)
 
 
 def _check(

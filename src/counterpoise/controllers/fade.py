@@ -12,7 +12,7 @@ from torch import Tensor
 
 from counterpoise.advantages.fade import check_binary
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
-from counterpoise.stage import Control, Stateful, needs
+from counterpoise.stage import Control, declare
 from counterpoise.types import TokenBatch
 
 
@@ -23,8 +23,8 @@ def fade_start() -> dict[str, Any]:
     return {"p_hat": 0.5, "H_hat": None, "H0": None}
 
 
-@needs("entropy_NT")
-def fade_control(
+@declare(needs="entropy_NT", init=fade_start)
+def fade(
     state: dict[str, Any],
     batch: TokenBatch,
     *,
@@ -57,7 +57,7 @@ def fade_control(
         reduce: pools over ranks.
 
     >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1, 0], sampler_logp=[[-1.0], [-1.0]], entropy=[[2.0], [2.0]])
-    >>> fade_control(fade_start(), batch).settings
+    >>> fade(fade_start(), batch).settings
     {'advantage': {'alpha': 1.5, 'delta': 1.0}}
 
     Reference: FADE, arXiv 2607.01490. Reads the paper as: ``rate`` weighs the new value (its line
@@ -90,9 +90,6 @@ def fade_control(
             "m_F": m_S / delta,
         },
     )
-
-
-fade = Stateful(fade_start, fade_control)
 
 
 def _check(

@@ -7,10 +7,8 @@ weight. Padding is 0 in and out."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterpoise.credit.association import ktae
-from counterpoise.credit.combine import chain, keep_mass, only_negative, only_positive
+from counterpoise.credit.combine import keep_mass, only_negative, only_positive
 from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.edits import edit_credit, edit_distance, edits, nearest_correct
@@ -19,8 +17,9 @@ from counterpoise.credit.negatives import negative_token_filter
 from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.uniform import uniform
+from counterpoise.stage import Stage
 
-RULES: dict[str, Any] = {
+RULES: dict[str, Stage] = {
     "uniform": uniform,
     "delta": delta,
     "negative_token_filter": negative_token_filter,
@@ -34,7 +33,6 @@ RULES: dict[str, Any] = {
     "covariance": covariance,
     "focal": focal,
     "kl_penalty": kl_penalty,
-    "chain": chain,
     "keep_mass": keep_mass,
     "only_positive": only_positive,
     "only_negative": only_negative,
@@ -42,7 +40,6 @@ RULES: dict[str, Any] = {
 
 __all__ = [
     "RULES",
-    "chain",
     "conflict",
     "covariance",
     "delta",

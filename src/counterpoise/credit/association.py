@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoise.credit.checks import check_number
 from counterpoise.maths.reduce import LOCAL, Groups, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index
-from counterpoise.stage import bindable, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 # the frequency term's saturation, length correction and guard against an absent token, as in the
@@ -171,8 +171,7 @@ def _flips(
     }
 
 
-@bindable
-@reports(_flips)
+@declare(report=_flips)
 def ktae(
     credit_NT: Tensor,
     batch: TokenBatch,

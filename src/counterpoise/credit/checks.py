@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from counterpoise.stage import Stateful
+from counterpoise.stage import Stage
 
 
 def check_number(
-    stage: str, key: str, value: Any, low: float, high: float, *, open_low: bool = False
+    stage: str, key: str, value: float, low: float, high: float, *, open_low: bool = False
 ) -> None:
     """``value`` must be a number in [low, high], or in (low, high] with ``open_low``.
 
@@ -23,7 +21,7 @@ def check_number(
         )
 
 
-def check_choice(stage: str, key: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(stage: str, key: str, value: object, choices: tuple[str, ...]) -> None:
     """``value`` must be one of the names.
 
     >>> check_choice("conflict", "runs", "left", ("start", "end", "both"))
@@ -34,9 +32,9 @@ def check_choice(stage: str, key: str, value: Any, choices: tuple[str, ...]) -> 
         raise ValueError(f"{stage}: {key} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def check_rule(stage: str, rule: Any) -> None:
+def check_rule(stage: str, rule: object) -> None:
     """``rule`` must be a bound credit rule without memory."""
-    if isinstance(rule, Stateful):
+    if isinstance(rule, Stage) and rule.init:
         raise ValueError(
             f"{stage}: a rule with memory cannot be nested; put it on the credit axis by itself."
         )

@@ -1,58 +1,26 @@
-"""Rules made of rules: chain, keep_mass, only_positive, only_negative."""
+"""Rules made of a rule: keep_mass, only_positive, only_negative."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from counterpoise.credit.checks import check_rule
 from counterpoise.maths.reduce import LOCAL, Reduce
-from counterpoise.stage import Stage, base, bindable, bound, call, needs, needs_of, reports
+from counterpoise.stage import Stage, call, declare
 from counterpoise.types import TokenBatch
 
 
 def _nested(
     before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """The numbers of the rule inside, taken on the outer result."""
-    report = getattr(base(rule), "report", None)
-    return call(report, before_NT, after_NT, batch, reduce=reduce, **bound(rule)) if report else {}
+    if rule.report is None:
+        return {}
+    return call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
 
 
-@bindable
-@needs(by=lambda rules, **_: frozenset().union(*(needs_of(rule) for rule in rules)))
-def chain(
-    credit_NT: Tensor,
-    batch: TokenBatch,
-    *,
-    rules: Sequence[Stage],
-    reduce: Reduce = LOCAL,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Several rules as one, applied in order: credit' = rule_n(... rule_1(credit)).
-
-    For use inside other combinators; a method's credit axis is a chain already. Keeps the mass and
-    the sign if every rule does.
-
-    >>> from counterpoise.credit import negative_token_filter, probability_scaled
-    >>> both = chain(rules=(probability_scaled(alpha=0.5), negative_token_filter(fraction=0.5)))
-    >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[0.0], sampler_logp=[[0.0, -30.0]])
-    >>> both(torch.full((1, 2), -1.0), batch).tolist()
-    [[0.0, -0.5]]
-    """
-    if not isinstance(rules, (list, tuple)):
-        raise ValueError(f"chain: rules must be a tuple of credit rules, got {rules!r}")
-    for rule in rules:
-        check_rule("chain", rule)
-        credit_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
-    return credit_NT
-
-
-@bindable
-@reports(_nested)
+@declare(report=_nested)
 def keep_mass(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -94,8 +62,7 @@ def _factor(before_NT: Tensor, after_NT: Tensor, reduce: Reduce) -> Tensor:
     return torch.where(after == 0, 1, before / torch.where(after == 0, 1, after))
 
 
-@bindable
-@reports(_nested)
+@declare(report=_nested)
 def only_positive(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -119,8 +86,7 @@ def only_positive(
     )
 
 
-@bindable
-@reports(_nested)
+@declare(report=_nested)
 def only_negative(
     credit_NT: Tensor,
     batch: TokenBatch,

@@ -25,7 +25,7 @@ from counterpoise.credit.delta_score import (
 from counterpoise.credit.draws import token_keys
 from counterpoise.credit.proxies import PROXY_COLUMNS, Proxy, check_proxy, token_proxy
 from counterpoise.maths.reduce import LOCAL, Reduce
-from counterpoise.stage import bindable, check_parameters, needs, parameters, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -88,7 +88,7 @@ def _report(
         "topk": topk,
         "temperature": temperature,
     }
-    settings, sides = Settings(**(parameters(delta) | given)), sides_of(before_NT, batch, reduce)
+    settings, sides = Settings(**{**delta.parameters, **given}), sides_of(before_NT, batch, reduce)
     out = _weight_numbers(after_NT.flatten()[sides.index_M].abs() / sides.mass_M, sides, batch)
     if settings.is_random or sides.is_one_sided:
         return out
@@ -130,9 +130,7 @@ def _first_round_numbers(proxy: Proxy, sides: Sides, scoring: Scoring) -> dict[s
     }
 
 
-@bindable
-@needs(by=_columns)
-@reports(_report)
+@declare(needs=_columns, report=_report)
 def delta(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -233,8 +231,7 @@ def delta_weight(
     >>> delta_weight(torch.tensor([[1.0], [0.0]]), batch).flatten().tolist()  # one side only
     [1.0, 1.0]
     """
-    check_parameters(delta, params)
-    return _weight(credit_NT, batch, Settings(**(parameters(delta) | params)), reduce, generator)
+    return _weight(credit_NT, batch, Settings(**delta(**params).settings), reduce, generator)
 
 
 @torch.no_grad()
@@ -333,7 +330,7 @@ def _check(settings: Settings) -> None:
 
 
 def _contradictions(s: Settings) -> list[tuple[bool, str]]:
-    changed = {name for name, default in parameters(delta).items() if getattr(s, name) != default}
+    changed = {name for name, default in delta.parameters.items() if getattr(s, name) != default}
     unread = ", ".join(
         sorted(changed & {"proxy", "refinements", "hard", "gamma", "topk", "temperature"})
     )

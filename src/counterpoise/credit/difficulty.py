@@ -7,7 +7,7 @@ from torch import Tensor
 
 from counterpoise.credit.checks import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups
-from counterpoise.stage import bindable, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -28,8 +28,7 @@ def _solve_rates(
     }
 
 
-@bindable
-@reports(_solve_rates)
+@declare(report=_solve_rates, reads_rewards_only=True)
 def focal(
     credit_NT: Tensor, batch: TokenBatch, *, gamma: float = 1.0, threshold: float = 0.5
 ) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from counterpoise.credit.checks import check_choice
 from counterpoise.maths.reduce import LOCAL, Reduce, groups
-from counterpoise.stage import bindable, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -156,8 +156,7 @@ def _pairs(
     }
 
 
-@bindable
-@reports(_pairs)
+@declare(report=_pairs)
 def edits(
     credit_NT: Tensor,
     batch: TokenBatch,

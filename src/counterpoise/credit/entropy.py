@@ -9,7 +9,7 @@ from torch import Tensor
 
 from counterpoise.credit.checks import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
-from counterpoise.stage import bindable, needs, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -47,9 +47,7 @@ def _threshold(
     }
 
 
-@bindable
-@reports(_threshold)
-@needs("entropy_NT")
+@declare(needs="entropy_NT", report=_threshold)
 def top_entropy(
     credit_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.2, reduce: Reduce = LOCAL
 ) -> Tensor:
@@ -87,9 +85,7 @@ def _silenced(
     }
 
 
-@bindable
-@reports(_silenced)
-@needs("entropy_NT")
+@declare(needs="entropy_NT", report=_silenced)
 def spurious(
     credit_NT: Tensor,
     batch: TokenBatch,

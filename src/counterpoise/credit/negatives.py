@@ -7,7 +7,7 @@ from torch import Tensor
 
 from counterpoise.credit.checks import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
-from counterpoise.stage import bindable, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -22,8 +22,7 @@ def _negative_side(
     }
 
 
-@bindable
-@reports(_negative_side)
+@declare(report=_negative_side)
 def negative_token_filter(credit_NT: Tensor, batch: TokenBatch, *, fraction: float = 0.1) -> Tensor:
     """Punish only the rarest tokens of a failed rollout.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from counterpoise.credit.checks import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index, prefix_nodes
-from counterpoise.stage import bindable, reports
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
@@ -71,8 +71,7 @@ def _conflicts(
     }
 
 
-@bindable
-@reports(_conflicts)
+@declare(report=_conflicts)
 def conflict(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -127,8 +126,7 @@ def _sharing(
     }
 
 
-@bindable
-@reports(_sharing)
+@declare(report=_sharing)
 def shared_prefix(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     """Count a shared update once.
 

@@ -10,11 +10,11 @@ from counterpoise.credit.draws import token_keys
 from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.kl import kl_estimator
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
-from counterpoise.stage import bindable, needs, reports
+from counterpoise.stage import Stage, declare
 from counterpoise.types import TokenBatch
 
 
-@bindable
+@Stage
 def probability_scaled(credit_NT: Tensor, batch: TokenBatch, *, alpha: float = 0.3) -> Tensor:
     """Damp unlikely tokens, whose gradients are the largest.
 
@@ -60,8 +60,7 @@ def _dropped(
     }
 
 
-@bindable
-@reports(_dropped)
+@declare(report=_dropped)
 def covariance(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -121,9 +120,7 @@ def _mean_kl(
     return {"kl": masked_mean(kl_NT, batch.mask_NT, reduce)}
 
 
-@bindable
-@reports(_mean_kl)
-@needs("ref_logp_NT")
+@declare(needs="ref_logp_NT", report=_mean_kl)
 def kl_penalty(
     credit_NT: Tensor, batch: TokenBatch, *, estimator: str = "k1", coef: float = 1e-3
 ) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from counterpoise.stage import bindable
+from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
 
-@bindable
+@declare(reads_rewards_only=True)
 def uniform(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     """credit' = credit: every token of a rollout gets its advantage, bit for bit.
 

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from counterpoise.losses.token_loss import Parts, check_number, log_ratio, token_loss
 from counterpoise.maths.kl import kl_estimator
-from counterpoise.stage import needs
 from counterpoise.types import Rows
 
 
-@token_loss
-@needs("ref_logp_NT")
+@token_loss(needs="ref_logp_NT")
 def kl(trainer_logp_NT: Tensor, rows: Rows, *, estimator: str = "k3", coef: float = 0.04) -> Parts:
     """L = coef * k(trainer_logp, ref_logp), with the gradient through the estimator.
 

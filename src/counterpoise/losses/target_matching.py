@@ -25,7 +25,7 @@ def group_softmax(value_N: Tensor, by_group: Groups) -> Tensor:
 def standardise(reward_N: Tensor, by_group: Groups) -> Tensor:
     """(R - mean) / population std of the group; 0 where all rewards of the group are equal.
 
-    >>> standardised(torch.tensor([1.0, 0.0, 3.0]), groups(torch.tensor([0, 0, 1]))).tolist()
+    >>> standardise(torch.tensor([1.0, 0.0, 3.0]), groups(torch.tensor([0, 0, 1]))).tolist()
     [1.0, -1.0, 0.0]
     """
     is_constant_N = by_group.is_constant(reward_N)

@@ -13,19 +13,25 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from counterpoise.errors import nearest
-from counterpoise.stage import Stage, bindable
+from counterpoise.stage import Columns, Function, Stage
 from counterpoise.types import Rows, TokenLoss
 
 Parts = tuple[Tensor, Tensor, Tensor]
 Bound = float | Tensor
 
 
-def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None = None) -> Stage:
+def token_loss(
+    fn: Callable[..., Parts] | None = None,
+    *,
+    prepare: Function | None = None,
+    needs: Columns = (),
+) -> Any:
     """Turn ``fn`` into a loss: padding is zeroed before and after, and ``coef_NT`` is taken by
     differentiating ``fn`` itself.
 
@@ -47,12 +53,11 @@ def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None 
     -6.0
     """
     if fn is None:
-        return functools.partial(token_loss, prepare=prepare)
-    before = None if prepare is None else _completed(prepare, fn)
+        return functools.partial(token_loss, prepare=prepare, needs=needs)
+    before = None if prepare is None else _complete(prepare, fn)
 
-    @bindable
     @functools.wraps(fn)
-    def loss(trainer_logp_NT: Tensor, rows: Rows, **params) -> TokenLoss:
+    def loss(trainer_logp_NT: Tensor, rows: Rows, **params: object) -> TokenLoss:
         if before is not None and rows.update_NT is None:
             rows = rows._replace(update_NT=before(trainer_logp_NT, rows, **params))
         mask_NT = rows.mask_NT
@@ -65,8 +70,7 @@ def token_loss(fn: Callable[..., Parts] | None = None, *, prepare: Stage | None 
             coef_NT=torch.where(mask_NT, _coef(fn, trainer_logp_NT, rows, params), 0),
         )
 
-    loss.prepare = before  # pyright: ignore[reportFunctionMemberAccess]
-    return loss
+    return Stage(loss, columns=needs, prepare=before)
 
 
 def log_ratio(trainer_logp_NT: Tensor, rows: Rows) -> Tensor:
@@ -138,7 +142,7 @@ def check_choice(stage: str, choices: Collection[str], **values: str) -> None:
             raise ValueError(f"{stage}: unknown {name} {value!r}. {nearest(value, choices)}")
 
 
-def _completed(prepare: Stage, fn: Stage) -> Stage:
+def _complete(prepare: Function, fn: Function) -> Function:
     """``prepare`` with the parameters it names, filled up with the defaults of the loss: a default
     is written once.
     """
@@ -154,7 +158,7 @@ def _completed(prepare: Stage, fn: Stage) -> Stage:
     ]
 
     @functools.wraps(prepare)
-    def before(update_logp_NT: Tensor, rows: Rows, **params) -> Tensor:
+    def before(update_logp_NT: Tensor, rows: Rows, **params: object) -> Tensor:
         settings = {**defaults, **params}
         with torch.no_grad():
             update_logp_NT, clean = _without_padding(update_logp_NT.detach(), rows)

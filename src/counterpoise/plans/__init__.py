@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
 from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
 from counterpoise.plans.shard import shard
+from counterpoise.stage import Stage
 
-PLANS: dict[str, Any] = {
+PLANS: dict[str, Stage] = {
     "query_preserved": query_preserved,
     "reward_balanced": reward_balanced,
     "random_rows": random_rows,

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
-from counterpoise.stage import bindable
+from counterpoise.stage import declare
 
 MODES = ("groups", "per_query", "buffer")
 
 
-@bindable
+def _draws_rollouts(*, mode: str) -> bool:
+    return mode != "groups"
+
+
+def _keeps_prompts(*, mode: str) -> bool:
+    return mode != "buffer"
+
+
+@declare(keeps_prompts_whole=_keeps_prompts, drops_rollouts=_draws_rollouts)
 def reward_balanced(
     group_N: Tensor,
     reward_N: Tensor,

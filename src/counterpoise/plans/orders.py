@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.reduce import groups, seeded_generator
-from counterpoise.stage import bindable
+from counterpoise.stage import Stage, declare
 
 
-@bindable
+@declare(keeps_prompts_whole=True)
 def query_preserved(
     group_N: Tensor,
     reward_N: Tensor,
@@ -51,7 +51,7 @@ def query_preserved(
     return deal([rows_P[p] for p in shuffle(len(rows_P), generator)], num_updates)
 
 
-@bindable
+@declare(shuffles_rows=True)
 def random_rows(
     group_N: Tensor,
     reward_N: Tensor,
@@ -74,7 +74,7 @@ def random_rows(
     return _cut(torch.tensor(shuffle(len(group_N), generator)), num_updates)
 
 
-@bindable
+@Stage
 def length_sorted(
     group_N: Tensor, reward_N: Tensor, length_N: Tensor, *, num_updates: int
 ) -> list[Tensor]:
@@ -100,7 +100,7 @@ def length_sorted(
     return _cut(torch.cat([order_N[::2], order_N[1::2].flip(0)]), num_updates)
 
 
-@bindable
+@Stage
 def round_robin(
     group_N: Tensor, reward_N: Tensor, length_N: Tensor, *, num_updates: int
 ) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from counterpoise.catalogue.method import Method
-from counterpoise.catalogue.presets import method as make_method
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger import restore, sharing
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.residual import residual

@@ -20,7 +20,7 @@ import yaml
 from scipy.stats import spearmanr
 
 from counterpoise.catalogue.method import Method
-from counterpoise.catalogue.presets import method as make_method
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.policy import load_model
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene

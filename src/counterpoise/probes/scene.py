@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.catalogue.method import Method
-from counterpoise.catalogue.presets import method as make_method
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger import Texts, load_categories
 from counterpoise.policy import Policy
 from counterpoise.run import checkpoint

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from counterpoise.reductions.denominators import (
     constant_length,
     per_sequence,
     per_token,
     side_means,
 )
+from counterpoise.stage import Stage
 
-REDUCTIONS: dict[str, Any] = {
+REDUCTIONS: dict[str, Stage] = {
     "per_token": per_token,
     "per_sequence": per_sequence,
     "constant_length": constant_length,

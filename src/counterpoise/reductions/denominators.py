@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.reduce import LOCAL, Reduce
-from counterpoise.stage import bindable
+from counterpoise.stage import Stage
 
 COUNTS = ("mask", "credited")
 
 
-@bindable
+@Stage
 def per_token(
     mask_NT: Tensor,
     credit_NT: Tensor,
@@ -48,7 +48,7 @@ def per_token(
     return _inverse(mask_NT, reduce.sum(counted_NT.sum()).to(credit_NT.dtype))
 
 
-@bindable
+@Stage
 def per_sequence(
     mask_NT: Tensor,
     credit_NT: Tensor,
@@ -73,7 +73,7 @@ def per_sequence(
     return _inverse(mask_NT, (num_rows * count_N1).to(credit_NT.dtype))
 
 
-@bindable
+@Stage
 def constant_length(
     mask_NT: Tensor,
     credit_NT: Tensor,
@@ -112,7 +112,7 @@ def constant_length(
     )
 
 
-@bindable
+@Stage
 def side_means(
     mask_NT: Tensor, credit_NT: Tensor, advantage_N: Tensor, *, reduce: Reduce = LOCAL
 ) -> Tensor:

@@ -15,7 +15,6 @@ from counterpoise.maths.reduce import derived_seed
 from counterpoise.plans import is_ready
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.sampling import SAMPLED, Rollouts, sample
-from counterpoise.stage import base, bound
 from counterpoise.tasks import grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
@@ -86,8 +85,7 @@ def measure_columns(
 def update_size(method: Method, config: Config) -> int:
     """Rows of the whole batch if the plan draws them from a buffer, else 0."""
     is_buffer = (
-        base(method.planner).__name__ == "reward_balanced"
-        and bound(method.planner).get("mode") == "buffer"
+        method.planner.name == "reward_balanced" and method.planner.params.get("mode") == "buffer"
     )
     return config.rollouts.prompts * config.rollouts.group_size if is_buffer else 0
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoise.catalogue.method import Method
-from counterpoise.catalogue.presets import method as make_method
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.ledger.recorder import observe
 from counterpoise.maths.intervals import Interval
@@ -27,7 +27,7 @@ from counterpoise.run.rollouts import write_rollouts
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import check_prompts, collect, measure_columns
-from counterpoise.trainer.config import Config, ConfigError
+from counterpoise.trainer.config import Config
 from counterpoise.trainer.corrections import add_corrections
 from counterpoise.trainer.evaluate import Evaluation, evaluate
 from counterpoise.trainer.metrics import batch_metrics
@@ -64,7 +64,7 @@ def train(
     run_dir = Path(config.run_dir)
     run_folder.check_free(run_dir, fresh=fresh, resume=resume)
     method, task = make_method(**config.method), make_task(**config.task)
-    check_groups(method, config)
+    method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_trackers(config)
     check_axes(config.ledger.decompose)
     policy, reference = load_policy(config, method)
@@ -152,17 +152,6 @@ def train(
     return Result(
         run_dir, state.batch_number, state.batch_number == config.num_batches, first, last
     )
-
-
-def check_groups(method: Method, config: Config) -> None:
-    """G = 1 with an estimator that compares rollouts of a prompt: say so before a model loads."""
-    if config.rollouts.group_size > 1:
-        return
-    one_N = torch.zeros(2)
-    try:
-        method.advantage(one_N, torch.arange(2))
-    except ValueError as error:
-        raise ConfigError(f"rollouts.group_size is 1. {error}") from None
 
 
 def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:

@@ -321,11 +321,10 @@ def test_what_cannot_work_is_said_before_any_worker_starts(made, line):
 
 
 def test_a_credit_rule_that_reads_the_reference_asks_for_it():
-    from counterpoise import register_rule
+    from counterpoise import declare, register_rule
     from counterpoise.catalogue.registry import FAMILIES
-    from counterpoise.stage import needs
 
-    @needs("ref_logp_NT")
+    @declare(needs="ref_logp_NT")
     def from_reference(credit_NT, batch):
         return credit_NT * (batch.ref_logp_NT - batch.sampler_logp_NT).exp()
 

@@ -16,7 +16,6 @@ from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.scoring import Scored, score_again
 from counterpoise.maths.head import Head, head_scores
 from counterpoise.maths.reduce import LOCAL, Reduce, over_ranks
-from counterpoise.stage import bound
 from counterpoise.types import Credit, TokenBatch
 
 TOPK = {"topk_ids_NTK", "topk_logp_NTK"}
@@ -188,7 +187,7 @@ def head_columns(
     if made.method.needs & TOPK:
         assert found is not None
         assert found.hidden_NTD is not None
-        asked = [bound(rule).get("topk") for rule in made.method.rules]
+        asked = [rule.params.get("topk") for rule in made.method.rules]
         options = {
             "temperature": trainer.temperature,
             "topk": max([NUM_CANDIDATES, *(k for k in asked if k)]),

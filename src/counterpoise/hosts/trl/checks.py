@@ -13,7 +13,6 @@ from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import backbone_of
 
 SUPPORTED = ">= 1.9, != 1.15.0"
-WHOLE_PROMPTS = ("query_preserved", "reward_balanced")
 
 
 def check_version(version: str) -> None:
@@ -127,14 +126,15 @@ def _check_windows(trainer: Any, made: Setup) -> None:
             f" ({gas}): the plan deals the rows of one generation to whole updates."
         )
     updates, prompts = num_updates(trainer), args.generation_batch_size // trainer.num_generations
-    name = made.method.describe()["plan"]["name"]
-    if name in WHOLE_PROMPTS and prompts % updates:
+    planner = made.method.planner
+    name = planner.name
+    if planner.has("keeps_prompts_whole") and prompts % updates:
         raise ValueError(
             f"plan {name!r} gives each update whole prompts: {prompts} prompts a generation"
             f" do not divide into {updates} updates. Change per_device_train_batch_size or"
             " steps_per_generation so that they do."
         )
-    if updates == 1 and name != "random_rows":
+    if updates == 1 and not planner.has("shuffles_rows"):
         warnings.warn(
             f"plan {name!r} does nothing here: there is one optimizer update a generation"
             f" (steps_per_generation {per} = gradient_accumulation_steps). Raise"

@@ -16,10 +16,9 @@ import counterpoise as cp
 from counterpoise.catalogue.method import AXES, Method
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.errors import nearest
-from counterpoise.stage import base, bound, describe, parameters
+from counterpoise.stage import Stage, describe
 
 OFF = "uniform"
-TRL_PLAN = "random_rows"  # what TRL's own shuffle does; left to TRL wherever its loss is TRL's too
 
 # the reduction of TRL's loss types, for the ledger's column `scale`
 REDUCTION = {
@@ -80,7 +79,12 @@ def setup(
     is_ours = own_loss and fields is None
     fields = (regulariser_fields(made) if is_ours else fields or {}) | (beta if own_loss else {})
     return Setup(
-        made, fields, False, is_ours, is_ours or _plan_name(made) != TRL_PLAN, own_advantage
+        made,
+        fields,
+        False,
+        is_ours,
+        is_ours or not made.planner.has("shuffles_rows"),
+        own_advantage,
     )
 
 
@@ -146,7 +150,12 @@ def _uniform(axes: dict[str, Any], loss_type: str) -> Setup:
         )
     made = cp.method("dapo", reduction=REDUCTION.get(loss_type, "per_token"), **axes)
     return Setup(
-        dataclasses.replace(made, name=OFF), {}, True, False, _plan_name(made) != TRL_PLAN, False
+        dataclasses.replace(made, name=OFF),
+        {},
+        True,
+        False,
+        not made.planner.has("shuffles_rows"),
+        False,
     )
 
 
@@ -168,9 +177,5 @@ def _without_kl(method: Method) -> tuple[Method, dict[str, Any]]:
     }
 
 
-def _named(axis: str, stage: Any) -> tuple[str, dict[str, Any]]:
-    return describe(FAMILIES[axis], stage)["name"], {**parameters(base(stage)), **bound(stage)}
-
-
-def _plan_name(method: Method) -> str:
-    return describe(FAMILIES["plan"], method.planner)["name"]
+def _named(axis: str, stage: Stage) -> tuple[str, dict[str, Any]]:
+    return describe(FAMILIES[axis], stage)["name"], {**stage.parameters, **stage.params}

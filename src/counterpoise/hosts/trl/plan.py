@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from counterpoise.hosts.trl.batch import loss_mask
-from counterpoise.hosts.trl.method import TRL_PLAN, Setup
-from counterpoise.plans import manifest
+from counterpoise.hosts.trl.method import Setup
+from counterpoise.plans import manifest, random_rows
 from counterpoise.types import Credit, Plan, Rows, TokenBatch
 
 # TRL's loss types that give each row of a micro-batch the same weight; the others weigh tokens
@@ -79,7 +79,11 @@ def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
         .cpu()
     )
     updates = [row_WSR[:, update].flatten().sort().values for update in range(per // gas)]
-    facts = {"plan": {"name": TRL_PLAN}, "seed": trainer.args.seed, "update": generation}
+    facts = {
+        "plan": {"name": random_rows.name},
+        "seed": trainer.args.seed,
+        "update": generation,
+    }
     return Plan(tuple(updates), manifest(updates, batch.group_N.cpu()) | facts)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
-
 from counterpoise.errors import nearest
 from counterpoise.hosts.verl.estimators import settings_of
 from counterpoise.hosts.verl.loss import check_method
@@ -18,8 +16,6 @@ from counterpoise.hosts.verl.method import (
     setup,
     trainer_trouble,
 )
-from counterpoise.plans import reward_balanced
-from counterpoise.stage import base, bound, call
 
 
 def mode_of(trainer_mode: str) -> str:
@@ -80,11 +76,9 @@ def _check_credit(config: Any, made: Setup) -> None:
             f"{name} reads the reference's log-probs, which verl computes only with a KL term. Set"
             " actor.use_kl_loss=True (kl_loss_coef=0 keeps it out of the loss)."
         )
-    if config.actor_rollout_ref.rollout.n == 1:
-        try:
-            call(made.method.advantage, torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))
-        except ValueError as error:
-            raise ValueError(f"{name} with actor_rollout_ref.rollout.n=1: {error}") from None
+    made.method.check_group_size(
+        config.actor_rollout_ref.rollout.n, f"{name} with actor_rollout_ref.rollout.n=1:"
+    )
 
 
 def _check_loss(config: Any) -> None:
@@ -100,10 +94,10 @@ def _check_plan(config: Any, made: Setup, mode: str) -> None:
             "actor.shuffle=True shuffles the rows of every rank again after they were planned. Set"
             " it to False."
         )
-    if base(planner) is base(reward_balanced) and bound(planner).get("mode", "groups") != "groups":
+    if planner.has("drops_rollouts"):
         raise ValueError(
-            f"reward_balanced: mode {bound(planner)['mode']!r} leaves out part of a prompt before"
-            " verl has computed advantages. Use mode 'groups'."
+            f"plan {planner} leaves out part of a prompt before verl has computed advantages. Use"
+            " one that takes whole prompts (reward_balanced: mode 'groups')."
         )
     sync_every = config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
     if config.data.train_batch_size // sync_every <= actor.ppo_mini_batch_size:

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import counterpoise as cp
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import FAMILIES
-from counterpoise.credit import RULES
 from counterpoise.errors import nearest
 from counterpoise.losses import reinforce
-from counterpoise.plans import random_rows
 from counterpoise.reductions import per_token
-from counterpoise.stage import base, bound, describe, needs_of
+from counterpoise.stage import describe
 
 PREFIX = "counterpoise/"
 SUPPORTED = "0.9.1"
@@ -29,7 +27,6 @@ SETTINGS = ("advantage", "credit", "plan", "controller", "seed")
 ELSEWHERE = "Use counterpoise.hosts.trl or counterpoise train."
 # columns that verl's queue holds after it has scored the rollouts
 COLUMNS = frozenset({"entropy_NT", "trainer_logp_NT", "ref_logp_NT"})
-REWARD_ONLY = (base(RULES["uniform"]), base(RULES["focal"]))
 AGG_MODES = {
     "per_token": "token-mean",
     "per_sequence": "seq-mean-token-mean",
@@ -77,9 +74,7 @@ class Setup(NamedTuple):
         """Whether every token of a rollout gets the same credit, known from rewards and prompts
         alone.
         """
-        return self.method.controller is None and all(
-            base(rule) in REWARD_ONLY for rule in self.method.rules
-        )
+        return self.method.reads_rewards_only
 
 
 def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
@@ -108,7 +103,7 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     if trouble:
         raise ValueError(trouble)
     made = dataclasses.replace(made, terms=(reinforce,), reduction=per_token)
-    return Setup(made, base(made.planner) is not base(random_rows), seed)
+    return Setup(made, not made.planner.has("shuffles_rows"), seed)
 
 
 @functools.cache
@@ -146,7 +141,7 @@ def loss_trouble(made: Method) -> str | None:
     """Why verl cannot run this loss: it hands a policy loss one micro-batch, without ids, prompts,
     rewards or a reference.
     """
-    needed = sorted(frozenset().union(*(needs_of(term) for term in made.terms)))
+    needed = sorted(frozenset().union(*(term.needs for term in made.terms)))
     if _update_loss(made):
         return _update_loss(made)
     if needed:
@@ -193,7 +188,7 @@ def agg_mode(made: Method) -> str | None:
     >>> [agg_mode(cp.method(name)) for name in ("dapo", "gspo", "dr_grpo", "tpo", "ibpo")]
     ['token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum', None]
     """
-    name, how = describe(FAMILIES["reduction"], made.reduction)["name"], bound(made.reduction)
+    name, how = describe(FAMILIES["reduction"], made.reduction)["name"], made.reduction.params
     if how.get("count", "mask") != "mask":
         return None
     return "seq-mean-token-sum" if how.get("length") == 1 else AGG_MODES.get(name)
