@@ -12,8 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-import counterpoise.hosts.trl.trainer as host
 import counterpoise.hosts.trl.method as trl_method
+import counterpoise.hosts.trl.trainer as host
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
