@@ -2,13 +2,11 @@
 
 About four minutes on two cores.
 
-python examples/trl_delta.py
-python examples/trl_delta.py --method dfpo_min --max_steps 8       any setting of GRPOConfig and CreditGRPOConfig
-python examples/trl_delta.py --config mine.yaml                    the same as a file
-counterpoise view runs/trl_delta/counterpoise                      what each update did to each token
+    python examples/trl_delta.py
+    python examples/trl_delta.py --method dfpo_min --max_steps 8  # any setting of both configs
+    python examples/trl_delta.py --config mine.yaml               # the same as a file
+    counterpoise view runs/trl_delta/counterpoise                 # what each update did
 """
-
-from __future__ import annotations
 
 from itertools import islice
 
@@ -24,7 +22,7 @@ TASK = Arithmetic()
 SETTINGS = {
     "output_dir": "runs/trl_delta",
     "method": "delta",
-    "plan": "query_preserved",  # all rollouts of a prompt meet in one update
+    "plan": "query_preserved",  # the rollouts of a prompt share an update
     "ledger_every": 10,
     "num_generations": 8,
     "per_device_train_batch_size": 64,
@@ -45,23 +43,15 @@ SETTINGS = {
 
 def is_correct(prompts, completions, answer, **columns):
     """The reward: 1 if the closing sentence names the right number."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [
-        TASK.reward(Prompt("", question[0]["content"], right), text)
-        for question, text, right in zip(prompts, texts, answer)
-    ]
+    rows = zip(prompts, completions, answer)
+    return [TASK.reward(Prompt("", p[0]["content"], a), c[0]["content"]) for p, c, a in rows]
 
 
 if __name__ == "__main__":
     parser = TrlParser(CreditGRPOConfig)
     parser.set_defaults(**SETTINGS)
     (args,) = parser.parse_args_and_config()
-    asked = list(islice(TASK.prompts("train", seed=args.seed), 32 * 32))
-    rows = [
-        {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.answer}
-        for prompt in asked
-    ]
-    model = locate("bundled").place
-    CreditGRPOTrainer(
-        model=model, reward_funcs=is_correct, args=args, train_dataset=Dataset.from_list(rows)
-    ).train()
+    asked = islice(TASK.prompts("train", seed=args.seed), 32 * 32)
+    rows = [{"prompt": [{"role": "user", "content": p.text}], "answer": p.answer} for p in asked]
+    model, data = locate("bundled").place, Dataset.from_list(rows)
+    CreditGRPOTrainer(model, is_correct, args=args, train_dataset=data).train()
