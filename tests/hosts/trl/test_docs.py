@@ -45,11 +45,9 @@ def test_the_start(tmp_path, monkeypatch):
     """As it is printed, with the bundled model and settings for a CPU."""
     monkeypatch.chdir(tmp_path)
     code = blocks(PAGE, "python")[0].replace("Qwen/Qwen2.5-0.5B-Instruct", locate("bundled").place)
-    assert code.count("steps_per_generation=4)") == 1
-    exec(
-        code.replace("steps_per_generation=4)", f"steps_per_generation=4, {ON_CPU})"),
-        {"SMALL": SMALL},
-    )
+    assert code.count("steps_per_generation=4,\n") == 1
+    code = code.replace("steps_per_generation=4,\n", f"steps_per_generation=4, {ON_CPU},\n")
+    exec(code, {"SMALL": SMALL})
     assert (tmp_path / "out").is_dir()
 
 
