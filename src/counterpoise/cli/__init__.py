@@ -25,7 +25,7 @@ COMMANDS = {
     "probe": ("Run an experiment on a saved batch.", "train"),
     "replay": ("Put one saved batch through several methods.", "train"),
     "audit": ("Show which rollouts of a prompt share an update, under several plans.", "train"),
-    "import": ("Turn token dumps of other trainers into a run folder.", "report"),
+    "import": ("Turn token dumps of other trainers into a run folder.", "train"),
     "doctor": ("Check versions and hosts; say what is broken and the fix.", "cli"),
 }
 
