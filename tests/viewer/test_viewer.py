@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
-from counterpoise.report.page import asset, digest
+from counterpoise.report.html import asset, digest
 from counterpoise.run.read import open_run
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.export import MAX_TOKENS, MODULES, bundle, write_export
 from counterpoise.viewer.server import ASSETS, app, free_socket
 from counterpoise.viewer.tokens import open_batch
@@ -153,13 +153,11 @@ def test_sharing_of_files_that_do_not_say_is_that_of_a_loop(run_dir):
 
 def test_colour_scales_end_at_a_quantile(run_dir, table):
     batch = open_batch(open_run(run_dir), 0)
-    assert viewer_data.scale(batch, "delta")["limit"] == pytest.approx(
+    assert api.scale(batch, "delta")["limit"] == pytest.approx(
         np.quantile(table["delta"].abs(), 0.98)
     )
-    assert viewer_data.scale(batch, "entropy")["high"] == pytest.approx(
-        np.quantile(table["entropy"], 0.98)
-    )
-    assert set(viewer_data.scale(batch, "category")["words"]) == set(table["category"])
+    assert api.scale(batch, "entropy")["high"] == pytest.approx(np.quantile(table["entropy"], 0.98))
+    assert set(api.scale(batch, "category")["words"]) == set(table["category"])
 
 
 @pytest.mark.parametrize(
@@ -290,7 +288,7 @@ def test_a_table_without_order_falls_back_to_the_rollouts(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     file = copy / "tokens" / "batch_000000.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["position"]), file)
-    found = viewer_data.batch_info(open_batch(open_run(copy), 0))
+    found = api.batch_info(open_batch(open_run(copy), 0))
     assert found["source"] == "rollouts"
     assert any("no column 'position'" in problem for problem in found["problems"])
 

@@ -44,7 +44,7 @@ def compare(
     Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
     """
     from counterpoise.report.compare import as_json, comparison
-    from counterpoise.report.groups import group_runs
+    from counterpoise.report.runs import group_runs
     from counterpoise.report.page import write_report
     from counterpoise.run.read import open_run
     from counterpoise.text import visible

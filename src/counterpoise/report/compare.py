@@ -21,7 +21,7 @@ from counterpoise.maths.intervals import (
     paired_bootstrap,
     welch,
 )
-from counterpoise.report.groups import Group, eval_series
+from counterpoise.report.runs import Group, eval_series
 from counterpoise.run.read import RunFolder
 from counterpoise.text import visible
 

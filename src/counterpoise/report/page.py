@@ -4,12 +4,9 @@ own.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +15,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from counterpoise.maths.intervals import Interval
-from counterpoise.report import facts, samples
-from counterpoise.report.charts import cards as charts
+from counterpoise.report import overview, samples
+from counterpoise.report.charts.index import CHARTS, Chart
 from counterpoise.report.charts.style import Drawing
 from counterpoise.report.compare import Comparison, comparison
-from counterpoise.report.groups import Group, group_runs
+from counterpoise.report.html import asset, policy
+from counterpoise.report.runs import Group, group_runs
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
 from counterpoise.text import number, visible, with_interval
@@ -45,7 +43,7 @@ IMPORTED = (
 class Card(NamedTuple):
     """A chart that could be drawn."""
 
-    chart: charts.Chart
+    chart: Chart
     drawing: Drawing
 
 
@@ -54,9 +52,9 @@ class Content(NamedTuple):
 
     title: str
     groups: list[Group]
-    tiles: list[facts.Tile]
-    axes: facts.Table
-    settings: facts.Table
+    tiles: list[overview.Tile]
+    axes: overview.Table
+    settings: overview.Table
     cards: dict[str, list[Card]]
     absent: dict[str, list[str]]
     comparison: Comparison | None
@@ -115,13 +113,13 @@ def content(runs: Sequence[RunFolder], *, batch: int | None = None, **compared: 
     groups = group_runs(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
-    drawn = [(chart, charts.draw(chart, groups, batch)) for chart in charts.CHARTS]
+    drawn = [(chart, chart.draw(groups, batch)) for chart in CHARTS]
     return Content(
         title=first.name if len(runs) == 1 else " · ".join(group.label for group in groups),
         groups=groups,
-        tiles=facts.tiles(groups),
-        axes=facts.axes_table(groups),
-        settings=facts.settings_table(groups),
+        tiles=overview.tiles(groups),
+        axes=overview.axes_table(groups),
+        settings=overview.settings_table(groups),
         cards={
             name: [Card(c, d) for c, d in drawn if d is not None and c.section == name]
             for name in SECTIONS
@@ -163,7 +161,7 @@ def render(found: Content) -> str:
             found=found,
             sections=SECTIONS,
             figures=figures,
-            origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
+            origins=[(run, overview.origin(run)) for group in found.groups for run in group.runs],
             ledger_off=IMPORTED if _is_imported(found.groups) else LEDGER_OFF,
             policy=policy(scripts=[plotly, script], styles=[style, ""]),
             script=script,
@@ -171,32 +169,6 @@ def render(found: Content) -> str:
             plotly=plotly,
             style_ids=_style_ids(plotly),
         )
-    )
-
-
-def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """A Content-Security-Policy that lets run only these very scripts and styles, and load nothing."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {' '.join(map(digest, scripts))}",
-            f"style-src {' '.join(map(digest, styles))}",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
-
-
-def digest(text: str) -> str:
-    """The source expression of an inline script or style: the hash of its text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def asset(name: str, subject: str = "report") -> str:
-    """The text of an asset of the report or of the viewer."""
-    return (resources.files(f"counterpoise.{subject}") / "assets" / name).read_text(
-        encoding="utf-8"
     )
 
 
@@ -229,7 +201,7 @@ def _style_ids(plotly: str) -> list[str]:
     return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
 
 
-def _lack(chart: charts.Chart, groups: Sequence[Group]) -> str:
+def _lack(chart: Chart, groups: Sequence[Group]) -> str:
     return (
         f"{chart.title} (needs {chart.needs})"
         if chart.needs and not _is_imported(groups)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from counterpoise.report.credit_numbers import Frame, TopToken, has, tokens_of, top_tokens
-from counterpoise.report.facts import Table
+from counterpoise.report.overview import Table
+from counterpoise.report.tokens import Frame, TopToken, has, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
 from counterpoise.text import number, visible
 

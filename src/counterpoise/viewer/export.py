@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from counterpoise.report.page import asset, policy
+from counterpoise.report.html import asset, policy
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 # in the order of their imports
@@ -34,7 +34,7 @@ def write_export(
     """
     found = [open_batch(run, batch) for batch in batches]
     embedded = {
-        "run": viewer_data.run_info(run),
+        "run": api.run_info(run),
         "batches": {str(s.batch): _batch(s, prompts) for s in found},
     }
     embedded["run"]["batches"] = [
@@ -88,7 +88,7 @@ def bundle() -> str:
 
 
 def _batch(found: BatchTokens, prompts: int | None) -> dict[str, Any]:
-    info = viewer_data.batch_info(found)
+    info = api.batch_info(found)
     info["groups"] = info["groups"][:prompts]
     names = ["text", "node_positive", "node_negative", *(c["name"] for c in info["columns"])]
     words = {
@@ -107,5 +107,5 @@ def _batch(found: BatchTokens, prompts: int | None) -> dict[str, Any]:
 
 
 def _packed(found: BatchTokens, group: int, name: str) -> list[str]:
-    kind, content = viewer_data.pack_column(found, group, name)
+    kind, content = api.pack_column(found, group, name)
     return [kind, base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()]

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from counterpoise.report.page import asset as asset_text
+from counterpoise.report.html import asset as asset_text
 from counterpoise.run.read import batch_files, open_run
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 HOST = "127.0.0.1"
@@ -77,22 +77,20 @@ def app(path: Path, port: int) -> Any:
         )
 
     def run(request: Request) -> Response:
-        return _json(viewer_data.run_info(open_run(path)))
+        return _json(api.run_info(open_run(path)))
 
     def batch(request: Request) -> Response:
-        return _json(viewer_data.batch_info(tokens(request)))
+        return _json(api.batch_info(tokens(request)))
 
     def column(request: Request) -> Response:
-        kind, content = viewer_data.pack_column(
+        kind, content = api.pack_column(
             tokens(request), request.path_params["group"], request.path_params["name"]
         )
         return Response(content, media_type="application/octet-stream", headers={"X-Dtype": kind})
 
     def token(request: Request) -> Response:
         return _json(
-            viewer_data.token(
-                tokens(request), request.path_params["group"], request.path_params["at"]
-            )
+            api.token(tokens(request), request.path_params["group"], request.path_params["at"])
         )
 
     prompt = "/api/batches/{batch:int}/prompts/{group:int}"

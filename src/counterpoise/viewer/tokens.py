@@ -7,15 +7,15 @@ Axes: N rollouts, T tokens of the whole batch in order of (group, rollout, posit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from counterpoise.run.read import RunFolder
-from counterpoise.viewer.vocabulary import token_texts
+from counterpoise.run.read import RunFolder, is_inside
 
 ORDER = ("group", "rollout", "position")
 LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy")
@@ -277,3 +277,53 @@ def _is_known(kind: pa.DataType) -> bool:
         or pa.types.is_integer(kind)
         or pa.types.is_floating(kind)
     )
+
+
+def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
+    """The text of each id; ``⟨id⟩`` where the run does not tell."""
+    known: dict[int, str] = {}
+    tokenizer = tokenizer_file(run)
+    if tokenizer is not None:
+        known = _decoded(run, tokenizer, ids)
+    if not known:
+        for batch in run.batches("tokens")[-1:]:
+            table = run.table("tokens", batch, ("token_ids", "text"))
+            if table is not None and {"token_ids", "text"} <= set(table.column_names):
+                pairs = table.group_by(["token_ids", "text"]).aggregate([]).to_pydict()
+                known = dict(zip(pairs["token_ids"], map(str, pairs["text"])))
+    return [known.get(i, f"⟨{i}⟩") for i in ids]
+
+
+def _decoded(run: RunFolder, file: Path, ids: Sequence[int]) -> dict[int, str]:
+    try:
+        return decode_ids(file, ids)
+    except Exception as error:  # what tokenizers raises for a broken file has no narrower type
+        run.note(f"{file.name} cannot be read ({error}); token texts come from elsewhere.")
+        return {}
+
+
+def tokenizer_file(run: RunFolder) -> Path | None:
+    """A tokenizer.json of the run: beside its manifest or in its last checkpoint."""
+    found = [
+        run.path / "tokenizer.json",
+        *sorted(run.path.glob("checkpoints/batch_*/tokenizer.json"), reverse=True),
+    ]
+    return next((file for file in found if file.is_file() and is_inside(run.path, file)), None)
+
+
+def decode_ids(file: Path, ids: Sequence[int]) -> dict[int, str]:
+    """Texts of ids under a tokenizer file; empty without the tokenizers package.
+
+    An id alone may be part of a character.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return {}
+    tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return {
+        i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or ""
+        for i in ids
+        if 0 <= i < size
+    }

@@ -11,8 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from counterpoise.maths.intervals import over_seeds
-from counterpoise.report.credit_numbers import Row
-from counterpoise.report.groups import Curve
+from counterpoise.report.runs import Curve
+from counterpoise.report.tokens import Row
 from counterpoise.text import chart_label, number, with_interval
 
 # Okabe and Ito's palette, darkened where white paper asks for it

@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 
 from counterpoise.maths.intervals import Interval, over_seeds
-from counterpoise.report import credit_numbers as tokens
+from counterpoise.report import tokens
 from counterpoise.report.charts import style as figures
 from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
-from counterpoise.report.credit_numbers import SIGNS, Row
-from counterpoise.report.groups import Curve, Group, curve, eval_curve
-from counterpoise.report.ledger_numbers import ledger_rows
+from counterpoise.report.runs import Curve, Group, curve, eval_curve
+from counterpoise.report.tokens import SIGNS, Row, ledger_rows
 from counterpoise.text import with_interval
 
 MAX_LEDGER_STEPS = 40

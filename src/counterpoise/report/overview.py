@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from counterpoise.maths.intervals import Interval, over_seeds
-from counterpoise.report.credit_numbers import flip_rates, tokens_of
-from counterpoise.report.groups import Group, eval_series, seed_of
+from counterpoise.report.runs import Group, eval_series, seed_of
+from counterpoise.report.tokens import flip_rates, tokens_of
 from counterpoise.run.read import RunFolder
 from counterpoise.text import number, shorten, with_interval
 

@@ -1,15 +1,11 @@
-"""The report's charts: what each shows, how to read it, what the number is, and how it is drawn.
-
-``counterpoise.plot`` is the same list.
-"""
+"""The report's charts: what each shows, how to read it, and what the number is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from counterpoise.report import credit_numbers as tokens
-from counterpoise.report.charts.series import (
+from counterpoise.report import tokens
+from counterpoise.report.charts.draw import (
     Draw,
     of_cancellation,
     of_evals,
@@ -22,8 +18,6 @@ from counterpoise.report.charts.series import (
     of_signed_bars,
     of_tokens,
 )
-from counterpoise.report.charts.style import Drawing
-from counterpoise.report.groups import Group
 
 
 class Chart(NamedTuple):
@@ -45,11 +39,6 @@ class Chart(NamedTuple):
     draw: Draw
     is_wide: bool = False
     needs: str = ""
-
-
-def draw(chart: Chart, groups: Sequence[Group], batch: int | None = None) -> Drawing | None:
-    """A chart of some groups of runs; ``batch`` chooses the tokens table (the last one by default)."""
-    return chart.draw(groups, batch)
 
 
 CHARTS: tuple[Chart, ...] = (

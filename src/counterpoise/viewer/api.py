@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.report.groups import method_name, seed_of
+from counterpoise.report.runs import method_name, seed_of
 from counterpoise.run.read import RunFolder
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 from counterpoise.viewer.tokens import BatchTokens, Column
