@@ -21,7 +21,8 @@ from counterpoise.cli.report import report
 from counterpoise.cli.view import view
 from counterpoise.report import charts as plot
 from counterpoise.report.charts.index import CHARTS
-from counterpoise.report.page import _data, content, digest, render, write_report
+from counterpoise.report.html import digest
+from counterpoise.report.page import _data, content, render, write_report
 from counterpoise.run.read import open_run
 from helpers.make_run import HOSTILE, make_run
 

@@ -124,7 +124,7 @@ def test_a_step_without_a_ledger_is_shown_from_its_rollouts(client, run_dir):
     assert found["source"] == "rollouts"
     rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000001.parquet")
     of_first = rollouts[rollouts["group"] == 0]
-    answer = client.get("/api/batches/1/prompts/0/columns/advantages")
+    answer = client.get("/api/batches/1/prompts/0/columns/credit")
     got = np.frombuffer(answer.content, "<f8")
     np.testing.assert_array_equal(got, np.concatenate(of_first["credit"].tolist()))
     # token texts come from the batch that has them
@@ -279,7 +279,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
         "token_ids",
         "credit",
     }
-    got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/advantages").content, "<f8")
+    got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/credit").content, "<f8")
     whole = table.to_pandas().sort_values(["group", "rollout", "position"])
     np.testing.assert_array_equal(got, whole["credit"][whole["group"] == 0])
 

@@ -9,7 +9,7 @@ from importlib import resources
 
 
 def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """A Content-Security-Policy that lets run only these very scripts and styles, and load nothing."""
+    """A Content-Security-Policy: only these very scripts and styles run, and nothing is loaded."""
     return "; ".join(
         [
             "default-src 'none'",

@@ -71,7 +71,7 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
-            frame = _typed(table.to_pandas())
+            frame = _to_types(table.to_pandas())
             mask = (
                 frame["loss_mask"].fillna(True).astype(bool)
                 if "loss_mask" in frame
@@ -81,7 +81,7 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
     return None
 
 
-def _typed(frame: Frame) -> Frame:
+def _to_types(frame: Frame) -> Frame:
     """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may
     hold anything.
     """
@@ -251,7 +251,7 @@ def tax(frame: Frame) -> list[Row]:
     both = (known["node_positive"] > 0) & (known["node_negative"] > 0)
     kinds = zip(TAX, (full, both, fork, ~(full | both | fork)))
     return [
-        Row(name, _by_batch(known["kl"][is_in], known[is_in]), int(is_in.sum()))
+        Row(name, _by_update(known["kl"][is_in], known[is_in]), int(is_in.sum()))
         for name, is_in in kinds
         if is_in.any()
     ]
@@ -259,7 +259,7 @@ def tax(frame: Frame) -> list[Row]:
 
 def residual(frame: Frame) -> list[Row]:
     """What is left of the coefficients at each token that both signs share in an update;
-    mean over these, then over batches.
+    mean over these, then over updates.
     """
     if not has(frame, "coef", "scale", "sign", "update", *NODES):
         return []
@@ -281,11 +281,11 @@ def residual(frame: Frame) -> list[Row]:
     left = np.where(
         nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0
     )
-    return [Row("residual", _by_batch(pd.Series(left, nodes.index), nodes), len(nodes))]
+    return [Row("residual", _by_update(pd.Series(left, nodes.index), nodes), len(nodes))]
 
 
 def shared_entropy(frame: Frame) -> list[Row]:
-    """Mean entropy of tokens that two or more rollouts with an advantage share, and of the others."""
+    """Mean entropy of tokens that two or more rollouts with an advantage share, and of others."""
     if not has(frame, "entropy", *NODES):
         return []
     is_shared = frame["node_positive"].fillna(0) + frame["node_negative"].fillna(0) > 1
@@ -298,10 +298,10 @@ def shared_entropy(frame: Frame) -> list[Row]:
 
 
 def _rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
-    found = tokens_of(run, batch)
-    if found is None:
+    of_batch = tokens_of(run, batch)
+    if of_batch is None:
         return {}
-    frame = found[1]
+    frame = of_batch[1]
     return {
         "flips": flip_rates(frame),
         "residual": residual(frame),
@@ -310,7 +310,7 @@ def _rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
     }
 
 
-def _by_batch(value: Any, rows: Frame) -> Interval:
+def _by_update(value: pd.Series | np.ndarray, rows: Frame) -> Interval:
     """Mean of ``value`` within each update, then over them; prompts are drawn."""
     by = [rows[name].to_numpy() for name in ("group", "update")]
     table: Frame = (

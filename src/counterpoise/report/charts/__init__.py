@@ -1,4 +1,4 @@
-"""The report's charts for a notebook: ``counterpoise.plot.accuracy("runs/demo")`` is a plotly figure.
+"""The report's charts in a notebook: ``counterpoise.plot.accuracy("runs/demo")``, a plotly figure.
 
 Each takes a run folder, a ``load_run`` table, or a list of them; runs that differ by the seed alone
 become one line with an interval::
