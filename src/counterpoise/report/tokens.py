@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from counterpoise.maths.columns import by_context, by_sign
 from counterpoise.maths.intervals import (
     NONE,
     Interval,
@@ -49,10 +50,14 @@ COLUMNS = (
     "scale",
 )
 TEXTS = ("text", "change", "category")
-SIGNS = {1: "positive", -1: "negative"}
 SHARING = ("both signs", "one sign", "not shared")
 NODES = ("node", "node_positive", "node_negative", "group")
-TAX = ("shared by all", "shared by both signs", "forks", "elsewhere")
+TAX = {
+    "shared": "shared by all",
+    "both_signs": "shared by both signs",
+    "discriminating": "forks",
+    "other": "elsewhere",
+}
 
 
 class Row(NamedTuple):
@@ -107,8 +112,7 @@ def category_mass(frame: Frame) -> dict[str, list[Row]]:
     mass = frame["credit"].abs()
     out: dict[str, list[Row]] = {}
     order = mass.groupby(frame["category"]).sum().sort_values(ascending=False).index
-    for sign, name in SIGNS.items():
-        of_sign = frame["sign"] == sign
+    for name, of_sign in by_sign(frame["sign"]).items():
         whole_P = mass[of_sign].groupby(frame["group"]).sum()
         for category in order:
             pick = of_sign & (frame["category"] == category)
@@ -124,13 +128,11 @@ def flip_rates(frame: Frame) -> list[Row]:
     """Share of tokens that moved against the sign of their own advantage, by that sign."""
     if not has(frame, "is_flip", "sign", "group"):
         return []
-    rows = []
-    for sign, name in SIGNS.items():
-        of_sign = frame[frame["sign"] == sign]
-        rows.append(
-            Row(name, by_cluster(of_sign["is_flip"].astype(float), of_sign["group"]), len(of_sign))
-        )
-    return rows
+    flip = frame["is_flip"].astype(float)
+    return [
+        Row(name, by_cluster(flip[is_in], frame["group"][is_in]), int(is_in.sum()))
+        for name, is_in in by_sign(frame["sign"]).items()
+    ]
 
 
 def change_shares(frame: Frame) -> dict[str, list[Row]]:
@@ -138,8 +140,8 @@ def change_shares(frame: Frame) -> dict[str, list[Row]]:
     if not has(frame, "change", "sign", "group"):
         return {}
     out = {}
-    for sign, name in SIGNS.items():
-        of_sign = frame[frame["sign"] == sign]
+    for name, is_in in by_sign(frame["sign"]).items():
+        of_sign = frame[is_in]
         is_kind = {
             kind: (of_sign["change"] == kind).astype(float)
             for kind in ("boosted", "suppressed", "unchanged")
@@ -247,12 +249,11 @@ def tax(frame: Frame) -> list[Row]:
     if not has(frame, "kl", "is_fully_shared", "is_fork", "update", *NODES):
         return []
     known = frame[frame["kl"].notna()]
-    full, fork = known["is_fully_shared"] > 0, known["is_fork"] > 0
     both = (known["node_positive"] > 0) & (known["node_negative"] > 0)
-    kinds = zip(TAX, (full, both, fork, ~(full | both | fork)))
+    sets = by_context(known["is_fully_shared"] > 0, both, known["is_fork"] > 0)
     return [
-        Row(name, _by_update(known["kl"][is_in], known[is_in]), int(is_in.sum()))
-        for name, is_in in kinds
+        Row(TAX[name], _by_update(known["kl"][is_in], known[is_in]), int(is_in.sum()))
+        for name, is_in in sets.items()
         if is_in.any()
     ]
 

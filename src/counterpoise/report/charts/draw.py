@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
+from counterpoise.maths.columns import by_sign
 from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report import tokens
 from counterpoise.report.charts import style as figures
 from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
 from counterpoise.report.runs import Curve, Group, curve, eval_curve
-from counterpoise.report.tokens import SIGNS, Row, ledger_rows
+from counterpoise.report.tokens import Row, ledger_rows
 from counterpoise.text import with_interval
 
 MAX_LEDGER_BATCHES = 40
@@ -83,10 +84,8 @@ def of_tokens(column: str, x: str) -> Draw:
         for at, (group, frame) in enumerate(_frames(groups, batch)):
             if not tokens.has(frame, column, "sign"):
                 continue
-            for sign, name in SIGNS.items():
-                value = np.asarray(
-                    frame[column][(frame["sign"] == sign) & frame[column].notna()], float
-                )
+            for name, is_in in by_sign(frame["sign"]).items():
+                value = np.asarray(frame[column][is_in & frame[column].notna()], float)
                 if len(value):
                     series.append(
                         (
