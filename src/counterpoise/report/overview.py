@@ -9,10 +9,11 @@ import math
 import shlex
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
+from counterpoise.catalogue.presets import DEFAULT, PRESETS
 from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report.runs import Group, eval_series, seed_of
 from counterpoise.report.tokens import flip_rates, tokens_of
@@ -219,17 +220,8 @@ def _axis(run: RunFolder, axis: str) -> str:
         if isinstance(source, dict) and axis in source:
             return _stage(source[axis], axis)
     name = asked.get("name") if isinstance(asked, dict) else asked
-    preset = _preset(name) if isinstance(name, str) else {}
+    preset = DEFAULT | PRESETS[name][2] if isinstance(name, str) and name in PRESETS else {}
     return f"{_stage(preset[axis], axis)} ({BY_PRESET})" if axis in preset else NOT_IN_FILES
-
-
-def _preset(name: str) -> dict[str, Any]:
-    """The axes of a preset as literals: nothing that a config names is imported."""
-    try:
-        from counterpoise.catalogue.presets import DEFAULT, PRESETS
-    except ImportError:  # reports are made on machines without torch too
-        return {}
-    return DEFAULT | PRESETS[name][2] if name in PRESETS else {}
 
 
 def _stage(value: object, axis: str) -> str:
