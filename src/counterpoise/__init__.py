@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from counterpoise.losses.token_loss import token_loss
     from counterpoise.maths.reduce import LOCAL, Reduce, over_ranks
     from counterpoise.plans import audit, shard
-    from counterpoise.report import plot
+    from counterpoise.report import charts as plot
     from counterpoise.run.tables import load_run
     from counterpoise.stage import Control, Stage, declare
     from counterpoise.types import Credit, Plan, Prompt, Rows, TokenBatch, TokenLoss
@@ -58,7 +58,7 @@ _MODULES = {
         axis: f"counterpoise.{axis}"
         for axis in ("advantages", "controllers", "credit", "losses", "plans", "reductions")
     },
-    "plot": "counterpoise.report.plot",
+    "plot": "counterpoise.report.charts",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -37,7 +37,7 @@ def chart_label(text: object) -> str:
 def shorten(text: object, length: int) -> str:
     """The first ``length`` characters, with an ellipsis where something was left out.
 
-    >>> shortened("abcdef", 4)
+    >>> shorten("abcdef", 4)
     'abc…'
     """
     out = "" if text is None else str(text)
@@ -48,8 +48,10 @@ def number(value: float | None, digits: int = 3, scale: float | None = None) -> 
     """A number for people: ``digits`` significant digits of the number itself, or of ``scale``
     where several stand together.
 
-    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5), number(-0.0001, scale=0.7)
-    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500', '0.000')
+    >>> number(0.12345), number(1234567.0), number(None), number(-0.00001234), number(0.5)
+    ('0.123', '1,234,567', '–', '-1.23e-05', '0.500')
+    >>> number(-0.0001, scale=0.7)
+    '0.000'
     """
     if value is None or not math.isfinite(value):
         return "–"

@@ -14,9 +14,9 @@ import yaml
 from scipy import stats as scipy_stats
 
 from counterpoise.maths import intervals as stats
-from counterpoise.report import credit_numbers
+from counterpoise.report import tokens as token_numbers
 from counterpoise.report.compare import comparison
-from counterpoise.report.groups import curve, eval_curve, group_runs
+from counterpoise.report.runs import curve, eval_curve, group_runs
 from counterpoise.run.read import open_run
 from counterpoise.text import number, visible, with_interval
 from helpers.make_run import make_run
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokens(runs):
-    found = credit_numbers.tokens_of(runs[3])
+    found = token_numbers.tokens_of(runs[3])
     assert found is not None
     return found[1]
 
@@ -152,7 +152,7 @@ def test_an_evaluation_keeps_its_own_interval_alone_and_students_over_seeds(runs
 
 def test_flip_rates_are_those_of_a_loop(runs, tokens):
     table = pd.read_parquet(runs[3].path / "tokens" / "batch_000002.parquet")
-    for row in credit_numbers.flip_rates(tokens):
+    for row in token_numbers.flip_rates(tokens):
         flips = [
             flip
             for flip, sign in zip(table["is_flip"], table["sign"])
@@ -164,20 +164,20 @@ def test_flip_rates_are_those_of_a_loop(runs, tokens):
 
 
 def test_category_mass_adds_up_to_one(tokens):
-    for rows in credit_numbers.category_mass(tokens).values():
+    for rows in token_numbers.category_mass(tokens).values():
         if any(row.count for row in rows):
             assert sum(row.value.mean for row in rows) == pytest.approx(1.0)
 
 
 def test_cancellation_by_sharing_covers_every_token(tokens):
-    rows = credit_numbers.cancellation_by_sharing(tokens)
+    rows = token_numbers.cancellation_by_sharing(tokens)
     assert sum(row.count for row in rows) == len(tokens)
     whole = sum(row.count * row.value.mean for row in rows if row.count) / len(tokens)
     assert whole == pytest.approx(tokens["cancellation"].mean())
 
 
 def test_top_tokens_are_sums_of_credit(tokens):
-    up, down = credit_numbers.top_tokens(tokens)
+    up, down = token_numbers.top_tokens(tokens)
     for token in [*up, *down]:
         rows = tokens[tokens["text"] == token.text]
         assert token.credit == pytest.approx(rows["credit"].sum())

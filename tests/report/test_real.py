@@ -10,13 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from counterpoise.report import credit_numbers
-from counterpoise.report.groups import group_runs
-from counterpoise.report.ledger_numbers import ledger_rows
+from counterpoise.report import tokens as token_numbers
 from counterpoise.report.page import content, write_report
+from counterpoise.report.runs import group_runs
+from counterpoise.report.tokens import ledger_rows
 from counterpoise.run.read import open_run
 from counterpoise.text import with_interval
-from counterpoise.viewer.data import batch_info
+from counterpoise.viewer.api import batch_info
 from counterpoise.viewer.tokens import open_batch
 from helpers import browser_fixtures as shared
 from helpers.browser_fixtures import NEEDS_CHROMIUM, as_shown, inspected, opened, served, settled
@@ -123,9 +123,9 @@ def test_numbers_over_time_are_the_ledgers_own(run_dir, metrics):
 
 def test_changes_are_the_ledgers_own(run_dir, metrics):
     for row in metrics:
-        pair = credit_numbers.tokens_of(open_run(run_dir), row["batch"])
+        pair = token_numbers.tokens_of(open_run(run_dir), row["batch"])
         assert pair is not None
-        for sign, shares in credit_numbers.change_shares(pair[1]).items():
+        for sign, shares in token_numbers.change_shares(pair[1]).items():
             for share in shares:
                 if f"ledger/{share.label}/{sign}" in row:
                     assert share.value.mean == pytest.approx(row[f"ledger/{share.label}/{sign}"])
@@ -133,13 +133,13 @@ def test_changes_are_the_ledgers_own(run_dir, metrics):
 
 def test_prediction_and_cancellation_are_the_ledgers_own(run_dir, metrics):
     for row in metrics:
-        pair = credit_numbers.tokens_of(open_run(run_dir), row["batch"])
+        pair = token_numbers.tokens_of(open_run(run_dir), row["batch"])
         assert pair is not None
-        seen = credit_numbers.prediction(pair[1])
+        seen = token_numbers.prediction(pair[1])
         assert seen is not None and seen.correlation.mean == pytest.approx(
             row["ledger/predicted/correlation"], abs=1e-6
         )
-        both = credit_numbers.cancellation_by_sharing(pair[1])[0]
+        both = token_numbers.cancellation_by_sharing(pair[1])[0]
         if both.count:
             assert both.value.mean == pytest.approx(row["ledger/cancellation/both_signs"], rel=1e-5)
 

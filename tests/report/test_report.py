@@ -19,9 +19,10 @@ from counterpoise.cli.compare import compare
 from counterpoise.cli.import_ import import_
 from counterpoise.cli.report import report
 from counterpoise.cli.view import view
-from counterpoise.report import plot
-from counterpoise.report.charts.cards import CHARTS
-from counterpoise.report.page import _data, content, digest, render, write_report
+from counterpoise.report import charts as plot
+from counterpoise.report.charts.index import CHARTS
+from counterpoise.report.html import digest
+from counterpoise.report.page import _data, content, render, write_report
 from counterpoise.run.read import open_run
 from helpers.make_run import HOSTILE, make_run
 

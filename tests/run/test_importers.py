@@ -17,7 +17,7 @@ import torch
 from counterpoise.report.page import content, render
 from counterpoise.run.importers.convert import import_run
 from counterpoise.run.read import open_run
-from counterpoise.viewer.data import batch_info
+from counterpoise.viewer.api import batch_info
 from counterpoise.viewer.tokens import open_batch
 
 PROMPT, GOOD, BAD = [5, 6], [7, 8, 9], [7, 4]

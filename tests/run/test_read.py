@@ -18,9 +18,8 @@ import pytest
 from counterpoise.report.page import content, render, write_report
 from counterpoise.run.read import open_run, read_columns
 from counterpoise.run.tables import load_run
-from counterpoise.viewer.data import batch_info
-from counterpoise.viewer.tokens import open_batch
-from counterpoise.viewer.vocabulary import tokenizer_file
+from counterpoise.viewer.api import batch_info
+from counterpoise.viewer.tokens import open_batch, tokenizer_file
 from helpers.make_run import make_run
 
 SMALL = {"num_batches": 3, "prompts": 2, "group_size": 4, "ledger_every": 1, "eval_every": 2}

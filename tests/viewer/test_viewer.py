@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
-from counterpoise.report.page import asset, digest
+from counterpoise.report.html import asset, digest
 from counterpoise.run.read import open_run
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.export import MAX_TOKENS, MODULES, bundle, write_export
 from counterpoise.viewer.server import ASSETS, app, free_socket
 from counterpoise.viewer.tokens import open_batch
@@ -124,7 +124,7 @@ def test_a_step_without_a_ledger_is_shown_from_its_rollouts(client, run_dir):
     assert found["source"] == "rollouts"
     rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000001.parquet")
     of_first = rollouts[rollouts["group"] == 0]
-    answer = client.get("/api/batches/1/prompts/0/columns/advantages")
+    answer = client.get("/api/batches/1/prompts/0/columns/credit")
     got = np.frombuffer(answer.content, "<f8")
     np.testing.assert_array_equal(got, np.concatenate(of_first["credit"].tolist()))
     # token texts come from the batch that has them
@@ -153,13 +153,11 @@ def test_sharing_of_files_that_do_not_say_is_that_of_a_loop(run_dir):
 
 def test_colour_scales_end_at_a_quantile(run_dir, table):
     batch = open_batch(open_run(run_dir), 0)
-    assert viewer_data.scale(batch, "delta")["limit"] == pytest.approx(
+    assert api.scale(batch, "delta")["limit"] == pytest.approx(
         np.quantile(table["delta"].abs(), 0.98)
     )
-    assert viewer_data.scale(batch, "entropy")["high"] == pytest.approx(
-        np.quantile(table["entropy"], 0.98)
-    )
-    assert set(viewer_data.scale(batch, "category")["words"]) == set(table["category"])
+    assert api.scale(batch, "entropy")["high"] == pytest.approx(np.quantile(table["entropy"], 0.98))
+    assert set(api.scale(batch, "category")["words"]) == set(table["category"])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +279,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
         "token_ids",
         "credit",
     }
-    got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/advantages").content, "<f8")
+    got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/credit").content, "<f8")
     whole = table.to_pandas().sort_values(["group", "rollout", "position"])
     np.testing.assert_array_equal(got, whole["credit"][whole["group"] == 0])
 
@@ -290,7 +288,7 @@ def test_a_table_without_order_falls_back_to_the_rollouts(run_dir, tmp_path):
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     file = copy / "tokens" / "batch_000000.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["position"]), file)
-    found = viewer_data.batch_info(open_batch(open_run(copy), 0))
+    found = api.batch_info(open_batch(open_run(copy), 0))
     assert found["source"] == "rollouts"
     assert any("no column 'position'" in problem for problem in found["problems"])
 

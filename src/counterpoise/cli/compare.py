@@ -43,13 +43,13 @@ def compare(
 
     Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
     """
-    from counterpoise.report.compare import as_json, comparison
-    from counterpoise.report.groups import group_runs
+    from counterpoise.report.compare import Settings, as_json, comparison
     from counterpoise.report.page import write_report
+    from counterpoise.report.runs import group_runs
     from counterpoise.run.read import open_run
     from counterpoise.text import visible
 
-    settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
+    settings: Settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
     with waiting("comparing runs"):
         result = comparison(group_runs([open_run(path) for path in runs]), **settings)
         path = write_report(runs, out, **settings)[0] if page else None

@@ -34,12 +34,13 @@ from counterpoise.ledger.calculus.logprobs import (
 from counterpoise.ledger.calculus.optimizers import response
 from counterpoise.ledger.calculus.snapshot import Snapshot, restore, snapshot
 from counterpoise.ledger.measures.categories import CATEGORIES, categories, load_categories
-from counterpoise.ledger.measures.changes import cancellation, change_sign, is_flip
+from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.ledger.measures.classes import DECOMPOSITIONS, Facts, token_classes
 from counterpoise.ledger.measures.drift import drift, fill_bank
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.measures.sharing import Sharing, sharing
+from counterpoise.maths.columns import is_flip
 
 __all__ = [
     "CATEGORIES",

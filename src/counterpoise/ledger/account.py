@@ -24,7 +24,8 @@ from counterpoise.ledger.calculus.head_change import (
 )
 from counterpoise.ledger.calculus.logprobs import Params, Texts, at, of_model
 from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, response
-from counterpoise.ledger.measures.changes import cancellation, change_sign, is_flip
+from counterpoise.ledger.measures.changes import cancellation, change_sign
+from counterpoise.maths.columns import is_flip
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone
 from counterpoise.run.schema import PART_PREFIX

@@ -15,6 +15,7 @@ from counterpoise.ledger.calculus.decompose import REST
 from counterpoise.ledger.calculus.head_kernel import CONFIDENT
 from counterpoise.ledger.measures.changes import correlation
 from counterpoise.ledger.measures.classes import Facts
+from counterpoise.maths.columns import by_context, by_sign
 from counterpoise.run.schema import PART_PREFIX
 
 
@@ -41,8 +42,7 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
     shared = facts.sharing
     sign_NT = facts.advantage_N.sign()[:, None].expand_as(facts.mask_NT)
     sets = {
-        "positive": sign_NT > 0,
-        "negative": sign_NT < 0,
+        **by_sign(sign_NT),
         "both_signs": shared.is_both_NT,
         "one_sign": ~shared.is_both_NT & (sign_NT != 0),
         "shared": shared.is_shared_NT,
@@ -57,25 +57,13 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:
-    """Learning tax of one update: mean KL(after || before) over tokens, by the kind of
-    context.
-
-    ``shared``: every rollout of the group is there and takes the same token; ``both_signs``:
-    rollouts of both signs take this token there;
-    ``discriminating``: they part there; ``other``: none of these.
-    """
+    """Learning tax of one update: mean KL(after || before) over tokens, ``by_context``."""
     if kl_NT is None:
         return {}
-    full_NT, both_NT, fork_NT = (
-        facts.sharing.is_full_NT,
-        facts.sharing.is_both_NT,
-        facts.sharing.is_fork_NT,
-    )
-    other_NT = facts.mask_NT & ~full_NT & ~both_NT & ~fork_NT
-    sets = {"shared": full_NT, "both_signs": both_NT, "discriminating": fork_NT, "other": other_NT}
-    out: dict[str, float] = {}
+    shared, out = facts.sharing, {}
+    sets = by_context(shared.is_full_NT, shared.is_both_NT, shared.is_fork_NT)
     for name, is_in_NT in sets.items():
-        out |= _mean(name, kl_NT, is_in_NT)
+        out |= _mean(name, kl_NT, is_in_NT & facts.mask_NT)
     return out
 
 

@@ -202,9 +202,9 @@ def paired_bootstrap(
     their own.
 
     Args:
-        value_a_SP, value_b_SP: one array of per-prompt values a seed. Arrays of different lengths
-            are not the same prompts: then prompts
-            of the two sides are drawn apart and ``is_paired`` is False.
+        value_a_SP, value_b_SP: one array of per-prompt values per seed. Arrays of different lengths
+            are not the same prompts: then the prompts of the two sides are drawn apart and
+            ``is_paired`` is False.
 
     >>> a, b = [np.array([0.0, 1.0, 0.0, 1.0])], [np.array([1.0, 1.0, 0.0, 1.0])]
     >>> paired_bootstrap(a, b).difference.mean

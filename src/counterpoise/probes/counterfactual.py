@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.ledger.measures.changes import change_sign
+from counterpoise.maths.columns import by_sign, is_flip
 from counterpoise.probes.output import (
     STRIDE,
     Columns,
@@ -116,12 +117,8 @@ def flip_numbers(table: Frame) -> dict[str, Any]:
     """Flip rate by variant and sign."""
     out: dict[str, Any] = {}
     for name, part in table.groupby("variant", sort=False):
-        flip = (part["change"] * part["sign"] < 0).astype(float)
-        out[str(name)] = means(
-            flip,
-            {side: part["sign"] == s for side, s in (("positive", 1), ("negative", -1))},
-            part["group"],
-        )
+        flip = is_flip(part["change"], part["sign"]).astype(float)
+        out[str(name)] = means(flip, by_sign(part["sign"]), part["group"])
     return out
 
 

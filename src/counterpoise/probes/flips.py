@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from counterpoise.maths.columns import by_sign
 from counterpoise.probes.output import (
     STRIDE,
     Columns,
@@ -24,7 +25,6 @@ from counterpoise.probes.output import (
 from counterpoise.run.files import batch_of
 
 COLUMNS = ("batch", "group", "sign", "change", "is_flip")
-SIDES = {"positive": 1, "negative": -1}
 CHANGES = ("boosted", "suppressed", "unchanged")
 COLOURS = {"positive": "#0072B2", "negative": "#D55E00"}
 
@@ -76,7 +76,7 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
         "num_prompts": int(tokens["cluster"].nunique()),
     }
     numbers |= shares(tokens)
-    sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
+    sides = by_sign(tokens["sign"].to_numpy())
     if all(mask.any() for mask in sides.values()):
         boosted = (tokens["change"] == "boosted").astype(float)
         numbers["boosted_gap"] = mean_difference(
@@ -94,7 +94,7 @@ def shares(tokens: Frame) -> dict[str, Any]:
     """flip, flip_of_moved (of the tokens that changed at all), boosted, suppressed, unchanged: by
     sign, with intervals.
     """
-    sides = {side: (tokens["sign"] == sign).to_numpy() for side, sign in SIDES.items()}
+    sides = by_sign(tokens["sign"].to_numpy())
     flip, moved = tokens["is_flip"].astype(float), (tokens["change"] != "unchanged").to_numpy()
     out = {"flip": means(flip, sides, tokens["cluster"])}
     out["flip_of_moved"] = means(

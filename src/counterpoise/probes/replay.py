@@ -21,6 +21,7 @@ from scipy.stats import spearmanr
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.maths.columns import by_sign, is_flip
 from counterpoise.policy import load_model
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
@@ -193,8 +194,8 @@ def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
 
 def update_numbers(table: pd.DataFrame, label: str) -> dict[str, Any]:
     """Mean change of the log-prob by sign, and flips."""
-    sides = {"positive": table["sign"] > 0, "negative": table["sign"] < 0}
-    flip = (table["sign"] * table[f"change/{label}"] < 0).astype(float)
+    sides = by_sign(table["sign"])
+    flip = is_flip(table[f"change/{label}"], table["sign"]).astype(float)
     return {
         "delta": means(table[f"delta/{label}"], sides, table["group"]),
         "flip": means(flip, sides, table["group"]),

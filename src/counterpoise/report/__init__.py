@@ -1,4 +1,4 @@
-"""What people look at: the report, the comparison, the token viewer.
+"""The report of a run and the comparison of several: pages, charts and the numbers behind them.
 
 Reads run folders only; never torch.
 """

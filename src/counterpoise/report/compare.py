@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from counterpoise.maths.intervals import (
     paired_bootstrap,
     welch,
 )
-from counterpoise.report.groups import Group, eval_series
+from counterpoise.report.runs import Group, eval_series
 from counterpoise.run.read import RunFolder
 from counterpoise.text import visible
 
@@ -62,6 +62,14 @@ class Comparison(NamedTuple):
     notes: list[str]
 
 
+class Settings(TypedDict, total=False):
+    """What a comparison is about: the arguments of ``comparison``."""
+
+    metric: str
+    baseline: str | None
+    threshold: float | None
+
+
 def comparison(
     groups: Sequence[Group],
     *,
@@ -72,9 +80,9 @@ def comparison(
     """Compare groups of runs by one number.
 
     Args:
-        groups: runs by configuration (``grouped``).
-        metric: ``eval/accuracy``, or any key of metrics.jsonl (its mean over the last batches is then
-            the final value).
+        groups: runs by configuration (``group_runs``).
+        metric: ``eval/accuracy``, or any key of metrics.jsonl; of those the final value is the mean
+            over the last batches.
         baseline: label of the group that the others are held against; the first one by default.
         threshold: for batches and tokens to a threshold; the baseline's final mean by default.
     """
@@ -82,21 +90,21 @@ def comparison(
     if metric == ACCURACY and all(eval_series(run).empty for group in groups for run in group.runs):
         metric = "reward/mean"
         notes.append("No run has held-out evaluations: compared by training reward.")
-    kept = [
+    comparable = [
         Group(group.label, [run for run in group.runs if not _series(run, metric).empty])
         for group in groups
     ]
     notes += [
         f"{g.label}: {len(g.runs) - len(k.runs)} run(s) without {metric}."
-        for g, k in zip(groups, kept)
+        for g, k in zip(groups, comparable)
         if len(g.runs) > len(k.runs)
     ]
-    kept = [group for group in kept if group.runs]
-    if not kept:
+    comparable = [group for group in comparable if group.runs]
+    if not comparable:
         raise ValueError(
             f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean."
         )
-    base = _baseline(kept, baseline)
+    base = _baseline(comparable, baseline)
     threshold = (
         over_seeds([_final(run, metric) for run in base.runs]).mean
         if threshold is None
@@ -106,12 +114,12 @@ def comparison(
         metric,
         base.label,
         threshold,
-        [_line(g, base, metric, threshold) for g in kept],
-        notes + _caveats(kept, metric),
+        [_line(g, base, metric, threshold) for g in comparable],
+        notes + _caveats(comparable, metric),
     )
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(result: Comparison) -> dict[str, Any]:
     """The comparison for machines; numbers that are not known are null."""
     lines = [
         {
@@ -126,14 +134,14 @@ def as_json(found: Comparison) -> dict[str, Any]:
             "is_paired": line.against.is_paired if line.against else None,
             "verdict": line.verdict,
         }
-        for line in found.lines
+        for line in result.lines
     ]
     return {
-        "metric": found.metric,
-        "baseline": found.baseline,
-        "threshold": found.threshold,
+        "metric": result.metric,
+        "baseline": result.baseline,
+        "threshold": result.threshold,
         "groups": lines,
-        "notes": found.notes,
+        "notes": result.notes,
     }
 
 
@@ -223,8 +231,10 @@ def _tokens_until(run: RunFolder, batch: int, metric: str) -> float:
     """
     if "rollouts/num_tokens" not in run.metrics:
         return math.nan
-    done = run.metrics["batch"] < batch if metric == ACCURACY else run.metrics["batch"] <= batch
-    return float(run.metrics["rollouts/num_tokens"][done].sum())
+    is_before = (
+        run.metrics["batch"] < batch if metric == ACCURACY else run.metrics["batch"] <= batch
+    )
+    return float(run.metrics["rollouts/num_tokens"][is_before].sum())
 
 
 def _range(values: list[float]) -> Interval:
@@ -255,7 +265,7 @@ def _final(run: RunFolder, metric: str) -> float:
 
 
 def _per_prompt(group: Group, metric: str) -> list[np.ndarray]:
-    """Rewards of the last evaluation, one value a prompt and one array a run; without them the
+    """Rewards of the last evaluation, one value per prompt and one array per run; without them the
     final value alone.
     """
     return [_prompts(run, metric) for run in group.runs]
@@ -272,7 +282,7 @@ def _prompts(run: RunFolder, metric: str) -> np.ndarray:
     return np.array([float(np.mean(samples)) for samples in last["reward_PK"]])
 
 
-def _is_rewards(value: Any) -> bool:
+def _is_rewards(value: object) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
@@ -280,7 +290,7 @@ def _is_rewards(value: Any) -> bool:
     )
 
 
-def _are_numbers(row: list[Any]) -> bool:
+def _are_numbers(row: list[object]) -> bool:
     return all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
 
 

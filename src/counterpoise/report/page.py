@@ -1,51 +1,50 @@
-"""The report page: one file, opens from disk, asks the network for nothing, runs no script but its
-own.
-"""
+"""The report page: one file that opens from disk, loads nothing, and runs only its own scripts."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from counterpoise.maths.intervals import Interval
-from counterpoise.report import facts, samples
-from counterpoise.report.charts import cards as charts
+from counterpoise.report import overview, samples
+from counterpoise.report.charts.index import CHARTS, Chart
 from counterpoise.report.charts.style import Drawing
-from counterpoise.report.compare import Comparison, comparison
-from counterpoise.report.groups import Group, group_runs
+from counterpoise.report.compare import Comparison, Settings, comparison
+from counterpoise.report.html import asset, policy
+from counterpoise.report.runs import Group, group_runs
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
 from counterpoise.text import number, visible, with_interval
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 SECTIONS = {
-    "learning": ("Learning", "What the policy earned, batch by batch."),
+    "learning": ("Learning", "What the policy earned, by batch."),
     "plan": (
         "Plan",
-        "Which rollouts share an update. Only what meets in a batch can cancel in it.",
+        "Which rollouts share an update. Only tokens of one update can cancel in it.",
     ),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
 }
 LEDGER_OFF = "This run has no ledger: set ledger.every in the recipe to have one."
 IMPORTED = (
-    "An imported dump has no ledger: what an update does to tokens is measured while it is done."
+    "An imported dump has no ledger: what an update does to tokens is measured during training."
 )
 
 
 class Card(NamedTuple):
-    """A chart that could be drawn."""
+    """A chart that could be drawings."""
 
-    chart: charts.Chart
+    chart: Chart
     drawing: Drawing
 
 
@@ -54,9 +53,9 @@ class Content(NamedTuple):
 
     title: str
     groups: list[Group]
-    tiles: list[facts.Tile]
-    axes: facts.Table
-    settings: facts.Table
+    tiles: list[overview.Tile]
+    axes: overview.Table
+    settings: overview.Table
     cards: dict[str, list[Card]]
     absent: dict[str, list[str]]
     comparison: Comparison | None
@@ -69,7 +68,7 @@ def write_report(
     out: Path | None = None,
     *,
     batch: int | None = None,
-    **compared: Any,
+    **compared: Unpack[Settings],
 ) -> tuple[Path, Content]:
     """Write the report of one run, or the comparison of several; returns its path and what it
     shows.
@@ -82,10 +81,10 @@ def write_report(
         compared: ``metric``, ``baseline``, ``threshold`` of the comparison.
     """
     runs = [open_run(path) for path in paths]
-    found = content(runs, batch=batch, **compared)
+    page = content(runs, batch=batch, **compared)
     out = out or default_path(runs)
-    write_text(out, render(found))
-    return out, found
+    write_text(out, render(page))
+    return out, page
 
 
 def default_path(runs: Sequence[RunFolder]) -> Path:
@@ -103,31 +102,34 @@ def default_path(runs: Sequence[RunFolder]) -> Path:
     return out
 
 
-def content(runs: Sequence[RunFolder], *, batch: int | None = None, **compared: Any) -> Content:
+def content(
+    runs: Sequence[RunFolder], *, batch: int | None = None, **compared: Unpack[Settings]
+) -> Content:
     """Read everything; what the files lack ends up in ``absent`` and ``problems``."""
     if batch is not None and not any(
         batch in run.batches(folder) for run in runs for folder in ("tokens", "rollouts")
     ):
-        known = sorted({found for run in runs for found in run.batches("tokens")})
+        known = sorted({at for run in runs for at in run.batches("tokens")})
         raise ValueError(
-            f"report: no run has tokens or rollouts of batch {batch}. Updates with tokens: {known[:20]}"
+            f"report: no run has tokens or rollouts of batch {batch}. Batches with tokens:"
+            f" {known[:20]}"
         )
     groups = group_runs(list(runs))
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
-    drawn = [(chart, charts.draw(chart, groups, batch)) for chart in charts.CHARTS]
+    drawings = [(chart, chart.draw(groups, batch)) for chart in CHARTS]
     return Content(
         title=first.name if len(runs) == 1 else " · ".join(group.label for group in groups),
         groups=groups,
-        tiles=facts.tiles(groups),
-        axes=facts.axes_table(groups),
-        settings=facts.settings_table(groups),
+        tiles=overview.tiles(groups),
+        axes=overview.axes_table(groups),
+        settings=overview.settings_table(groups),
         cards={
-            name: [Card(c, d) for c, d in drawn if d is not None and c.section == name]
+            name: [Card(c, d) for c, d in drawings if d is not None and c.section == name]
             for name in SECTIONS
         },
         absent={
-            name: [_lack(c, groups) for c, d in drawn if d is None and c.section == name]
+            name: [_lack(c, groups) for c, d in drawings if d is None and c.section == name]
             for name in SECTIONS
         },
         comparison=compare,
@@ -144,7 +146,7 @@ def content(runs: Sequence[RunFolder], *, batch: int | None = None, **compared: 
     )
 
 
-def render(found: Content) -> str:
+def render(page: Content) -> str:
     """The page as HTML."""
     script, style, plotly = (
         asset("report.js"),
@@ -153,50 +155,24 @@ def render(found: Content) -> str:
     )
     figures = {
         card.chart.name: card.drawing.figure.to_json()
-        for cards in found.cards.values()
+        for cards in page.cards.values()
         for card in cards
     }
     return (
         _templates()
         .get_template("report.html")
         .render(
-            found=found,
+            page=page,
             sections=SECTIONS,
             figures=figures,
-            origins=[(run, facts.origin(run)) for group in found.groups for run in group.runs],
-            ledger_off=IMPORTED if _is_imported(found.groups) else LEDGER_OFF,
+            origins=[(run, overview.origin(run)) for group in page.groups for run in group.runs],
+            ledger_off=IMPORTED if _is_imported(page.groups) else LEDGER_OFF,
             policy=policy(scripts=[plotly, script], styles=[style, ""]),
             script=script,
             style=style,
             plotly=plotly,
             style_ids=_style_ids(plotly),
         )
-    )
-
-
-def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """A Content-Security-Policy that lets run only these very scripts and styles, and load nothing."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {' '.join(map(digest, scripts))}",
-            f"style-src {' '.join(map(digest, styles))}",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
-
-
-def digest(text: str) -> str:
-    """The source expression of an inline script or style: the hash of its text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def asset(name: str, subject: str = "report") -> str:
-    """The text of an asset of the report or of the viewer."""
-    return (resources.files(f"counterpoise.{subject}") / "assets" / name).read_text(
-        encoding="utf-8"
     )
 
 
@@ -229,7 +205,7 @@ def _style_ids(plotly: str) -> list[str]:
     return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
 
 
-def _lack(chart: charts.Chart, groups: Sequence[Group]) -> str:
+def _lack(chart: Chart, groups: Sequence[Group]) -> str:
     return (
         f"{chart.title} (needs {chart.needs})"
         if chart.needs and not _is_imported(groups)
@@ -241,9 +217,7 @@ def _is_imported(groups: Sequence[Group]) -> bool:
     return all("imported_from" in run.manifest for group in groups for run in group.runs)
 
 
-def _comparison(
-    groups: Sequence[Group], compared: dict[str, Any]
-) -> tuple[Comparison | None, list[str]]:
+def _comparison(groups: Sequence[Group], compared: Settings) -> tuple[Comparison | None, list[str]]:
     """The comparison; one that cannot be made is a line among the problems and the rest of the page
     is shown.
     """

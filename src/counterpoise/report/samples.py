@@ -1,5 +1,5 @@
-"""Text for people: rollouts of a few prompts with every token coloured by its credit, the tokens
-with the most credit, the plan of a batch.
+"""Samples of a batch: a few rollouts with every token coloured by its credit, the tokens with the
+most credit, the plan.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from counterpoise.report.credit_numbers import Frame, TopToken, has, tokens_of, top_tokens
-from counterpoise.report.facts import Table
+from counterpoise.report.overview import Table
+from counterpoise.report.tokens import Frame, TopToken, has, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
 from counterpoise.text import number, visible
 
@@ -81,7 +81,7 @@ def detail(label: str, run: RunFolder, batch: int | None, num: int) -> Detail:
 
 
 def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> list[SamplePrompt]:
-    """Prompts of the last batch that both signs answered, the best and the worst rollout of each."""
+    """Prompts of the last batch, those answered both ways first; their best and worst rollout."""
     at = _batch(run, batch)
     if at is None:
         return []
@@ -100,8 +100,8 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
     if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
         return []
     rollouts = table.to_pandas()
-    found = tokens_of(run, at) if at in run.batches("tokens") else None
-    tokens = found[1] if found else None
+    of_batch = tokens_of(run, at) if at in run.batches("tokens") else None
+    tokens = of_batch[1] if of_batch else None
     column = colour_column(tokens)
     mixed = (
         rollouts.groupby("group")["reward"]
@@ -143,14 +143,14 @@ def colour_limit(tokens: Frame, column: str) -> float:
 
 def tops(run: RunFolder, batch: int | None = None) -> Tops | None:
     """The batch, and its tokens with the largest and smallest sum of credit."""
-    found = tokens_of(run, batch)
-    up, down = top_tokens(found[1]) if found else ([], [])
-    if not found or not (up or down):
+    of_batch = tokens_of(run, batch)
+    up, down = top_tokens(of_batch[1]) if of_batch else ([], [])
+    if not of_batch or not (up or down):
         return None
     bounds = [
         abs(bound) for token in [*up, *down] for bound in token.mean_credit if np.isfinite(bound)
     ]
-    return Tops(found[0], up, down, max(bounds, default=1.0))
+    return Tops(of_batch[0], up, down, max(bounds, default=1.0))
 
 
 def plan_table(run: RunFolder) -> tuple[int, Table] | None:
@@ -200,11 +200,13 @@ def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> Sampl
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
         solved=f"{int((rows['reward'] > 0.5).sum())} of {len(rows)}",
-        samples=[_sample(rows.loc[at], tokens, column) for at in dict.fromkeys([best, worst])],
+        samples=[
+            _sample(rows.loc[at].to_dict(), tokens, column) for at in dict.fromkeys([best, worst])
+        ],
     )
 
 
-def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
+def _sample(row: dict[str, Any], tokens: Frame | None, column: str) -> Sample:
     own = (
         tokens[tokens["rollout"] == row["rollout"]]
         if tokens is not None and "rollout" in tokens
@@ -212,10 +214,10 @@ def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
     )
     if own is not None and len(own) and "text" in own:
         limit = colour_limit(tokens, column)
-        made = [_token(token, column, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
+        parts = [_token(token, column, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
         left_out = max(0, len(own) - MAX_TOKENS)
     else:
-        made, left_out = [Token(visible(row["text"], "\n"), "", "")], 0
+        parts, left_out = [Token(visible(row["text"], "\n"), "", "")], 0
     ids = row.get("token_ids")
     return Sample(
         rollout=int(row["rollout"]),
@@ -223,7 +225,7 @@ def _sample(row: Any, tokens: Frame | None, column: str) -> Sample:
         advantage=float(row.get("advantage", np.nan)),
         num_tokens=len(ids) if ids is not None else 0,
         stop_reason=visible(row.get("stop_reason")),
-        tokens=made,
+        tokens=parts,
         num_left_out=left_out,
     )
 
@@ -258,7 +260,7 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
     ]
 
 
-def _is_plan(rows: Any) -> bool:
+def _is_plan(rows: object) -> bool:
     return isinstance(rows, list) and all(
         isinstance(part, Sequence) and all(type(r) is int and r >= 0 for r in part) for part in rows
     )

@@ -1,4 +1,4 @@
-"""A page of chosen batches that needs no server: the viewer with its data inside, opens from disk."""
+"""The viewer as one page that opens from disk, with the tokens of chosen batches inside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from counterpoise.report.page import asset, policy
+from counterpoise.report.html import asset, policy
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 # in the order of their imports
@@ -32,13 +32,13 @@ def write_export(
         batches: which; each must have a tokens or a rollouts table.
         prompts: only the first so many prompts of each batch.
     """
-    found = [open_batch(run, batch) for batch in batches]
+    tables = [open_batch(run, batch) for batch in batches]
     embedded = {
-        "run": viewer_data.run_info(run),
-        "batches": {str(s.batch): _batch(s, prompts) for s in found},
+        "run": api.run_info(run),
+        "batches": {str(one.batch): _batch(one, prompts) for one in tables},
     }
     embedded["run"]["batches"] = [
-        {"batch": s.batch, "has_tokens": s.source == "tokens"} for s in found
+        {"batch": one.batch, "has_tokens": one.source == "tokens"} for one in tables
     ]
     size = sum(
         rollout["length"]
@@ -87,25 +87,25 @@ def bundle() -> str:
     )
 
 
-def _batch(found: BatchTokens, prompts: int | None) -> dict[str, Any]:
-    info = viewer_data.batch_info(found)
+def _batch(tokens: BatchTokens, prompts: int | None) -> dict[str, Any]:
+    info = api.batch_info(tokens)
     info["groups"] = info["groups"][:prompts]
     names = ["text", "node_positive", "node_negative", *(c["name"] for c in info["columns"])]
     words = {
-        name: found.column(name).words
+        name: tokens.column(name).words
         for name in names
-        if name != "text" and found.column(name).words is not None
+        if name != "text" and tokens.column(name).words is not None
     }
-    flags = [name for name in names if found.column(name).is_flag]
+    flags = [name for name in names if tokens.column(name).is_flag]
     columns = {
         str(group["group"]): {
-            name: _packed(found, group["group"], name) for name in dict.fromkeys(names)
+            name: _pack(tokens, group["group"], name) for name in dict.fromkeys(names)
         }
         for group in info["groups"]
     }
     return {"info": info, "words": words, "flags": flags, "columns": columns}
 
 
-def _packed(found: BatchTokens, group: int, name: str) -> list[str]:
-    kind, content = viewer_data.pack_column(found, group, name)
+def _pack(tokens: BatchTokens, group: int, name: str) -> list[str]:
+    kind, content = api.pack_column(tokens, group, name)
     return [kind, base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()]

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from counterpoise.report.page import asset as asset_text
+from counterpoise.report.html import asset as asset_text
 from counterpoise.run.read import batch_files, open_run
-from counterpoise.viewer import data as viewer_data
+from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 HOST = "127.0.0.1"
@@ -53,16 +53,15 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-KEPT_BATCHES = 3
-Send = Callable[[Any], Awaitable[None]]
+CACHED_BATCHES = 3
 
 
-def app(path: Path, port: int) -> Any:
+def app(path: Path, port: int) -> ASGIApp:
     """The application for one run folder, on one port."""
     cache: OrderedDict[tuple[int, float], BatchTokens] = OrderedDict()
 
     def tokens(request: Request) -> BatchTokens:
-        return _opened(path, request.path_params["batch"], cache)
+        return _open(path, request.path_params["batch"], cache)
 
     def index(request: Request) -> Response:
         return Response(asset_text("viewer.html", "viewer"), media_type="text/html")
@@ -77,22 +76,20 @@ def app(path: Path, port: int) -> Any:
         )
 
     def run(request: Request) -> Response:
-        return _json(viewer_data.run_info(open_run(path)))
+        return _json(api.run_info(open_run(path)))
 
     def batch(request: Request) -> Response:
-        return _json(viewer_data.batch_info(tokens(request)))
+        return _json(api.batch_info(tokens(request)))
 
     def column(request: Request) -> Response:
-        kind, content = viewer_data.pack_column(
+        kind, content = api.pack_column(
             tokens(request), request.path_params["group"], request.path_params["name"]
         )
         return Response(content, media_type="application/octet-stream", headers={"X-Dtype": kind})
 
     def token(request: Request) -> Response:
         return _json(
-            viewer_data.token(
-                tokens(request), request.path_params["group"], request.path_params["at"]
-            )
+            api.token(tokens(request), request.path_params["group"], request.path_params["at"])
         )
 
     prompt = "/api/batches/{batch:int}/prompts/{group:int}"
@@ -108,13 +105,13 @@ def app(path: Path, port: int) -> Any:
     return guard(inner, port)
 
 
-def guard(inner: Any, port: int) -> Any:
+def guard(inner: ASGIApp, port: int) -> ASGIApp:
     """Answer only GET and HEAD, only to a browser that was told this very address (a page elsewhere
     cannot point its name at us).
     """
     hosts = {f"{name}:{port}".encode() for name in (HOST, "localhost")}
 
-    async def outer(scope: Any, receive: Any, send: Send) -> None:
+    async def outer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await inner(scope, receive, send)
             return
@@ -131,20 +128,18 @@ def guard(inner: Any, port: int) -> Any:
 
 def free_socket(port: int = 0) -> socket.socket:
     """A socket bound to loopback; port 0 takes a free one."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((HOST, port))
-        found.listen(
-            128
-        )  # from now on a browser that comes early waits instead of being turned away
+        bound.bind((HOST, port))
+        bound.listen(128)  # a browser that comes early waits instead of being turned away
     except OSError as error:
-        found.close()
+        bound.close()
         raise ValueError(
             f"view: port {port} cannot be used ({error.strerror}). Leave --port out to take a free"
             " one."
         ) from None
-    return found
+    return bound
 
 
 def serve(path: Path, port: int = 0, *, ready: Callable[[str], None] = print) -> None:
@@ -161,7 +156,7 @@ def serve(path: Path, port: int = 0, *, ready: Callable[[str], None] = print) ->
     uvicorn.Server(config).run(sockets=[bound])
 
 
-def _opened(
+def _open(
     path: Path, batch: int, cache: OrderedDict[tuple[int, float], BatchTokens]
 ) -> BatchTokens:
     """The tokens of a batch, kept while its files do not change."""
@@ -171,25 +166,25 @@ def _opened(
     key = (batch, max((file.stat().st_mtime for file in files), default=0.0))
     if key not in cache:
         cache[key] = open_batch(open_run(path), batch)
-        while len(cache) > KEPT_BATCHES:
+        while len(cache) > CACHED_BATCHES:
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
 
 
 def _with_headers(send: Send) -> Send:
-    async def sent(message: Any) -> None:
+    async def send_all(message: Message) -> None:
         if message["type"] == "http.response.start":
             extra = [(key.lower().encode(), value.encode()) for key, value in HEADERS.items()]
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await send(message)
 
-    return sent
+    return send_all
 
 
 async def _not_there(request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 404)
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def _json(value: object, status: int = 200) -> Response:
     return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")

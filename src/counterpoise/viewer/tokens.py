@@ -7,15 +7,15 @@ Axes: N rollouts, T tokens of the whole batch in order of (group, rollout, posit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from counterpoise.run.read import RunFolder
-from counterpoise.viewer.vocabulary import token_texts
+from counterpoise.run.read import RunFolder, is_inside
 
 ORDER = ("group", "rollout", "position")
 LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy")
@@ -97,8 +97,8 @@ class BatchTokens:
         return np.nan_to_num(np.sign(self.first("sign", "advantage", "reward")))
 
     def _texts(self) -> Column:
-        """The text of every token; where the file has none, from a tokenizer or other batches of the
-        run, else the id.
+        """The text of every token; where the file has none, from a tokenizer or from other batches
+        of the run, else the id.
         """
         if "text" in self.names:
             return self._read("text")
@@ -134,13 +134,12 @@ class BatchTokens:
 
 def open_batch(run: RunFolder, batch: int) -> BatchTokens:
     """The tokens of a batch; ValueError if its files hold nothing to show."""
-    for folder, opened in (("tokens", _from_tokens), ("rollouts", _from_rollouts)):
-        found = opened(run, batch) if batch in run.batches(folder) else None
-        if found is not None:
-            return found
-    raise ValueError(
-        f"{run.name!r}: no readable tokens or rollouts of batch {batch}. {' '.join(run.problems)}".strip()
-    )
+    for folder, read in (("tokens", _from_tokens), ("rollouts", _from_rollouts)):
+        tokens = read(run, batch) if batch in run.batches(folder) else None
+        if tokens is not None:
+            return tokens
+    where = f"{run.name!r}: no readable tokens or rollouts of batch {batch}."
+    raise ValueError(" ".join([where, *run.problems]))
 
 
 def _from_tokens(run: RunFolder, batch: int) -> BatchTokens | None:
@@ -158,10 +157,10 @@ def _from_tokens(run: RunFolder, batch: int) -> BatchTokens | None:
     start = np.flatnonzero(np.r_[True, (rollout[1:] != rollout[:-1]) | (group[1:] != group[:-1])])
 
     def read(name: str) -> Column:
-        found = run.table("tokens", batch, [name])
-        if found is None or found.num_rows != len(order_T):
+        values = run.table("tokens", batch, [name])
+        if values is None or values.num_rows != len(order_T):
             raise ValueError(f"{run.name!r}: column {name!r} of batch {batch} cannot be read.")
-        column = as_column(found.column(name))
+        column = as_column(values.column(name))
         return column._replace(value_T=column.value_T[order_T])
 
     known = [
@@ -200,7 +199,7 @@ def _from_rollouts(run: RunFolder, batch: int) -> BatchTokens | None:
             columns |= {name: as_column(flat)} if len(flat) == start_N[-1] else {}
         elif name in ("reward", "advantage"):
             columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))
-    columns |= _derived(columns)
+    columns |= _derive(columns)
     group_N, rollout_N = table.column("group").to_numpy(), table.column("rollout").to_numpy()
     return BatchTokens(
         run, batch, "rollouts", list(columns), group_N, rollout_N, start_N, columns.__getitem__
@@ -231,7 +230,7 @@ def as_column(values: pa.ChunkedArray) -> Column:
     return Column(pc.cast(values, pa.float64()).to_numpy())
 
 
-def _derived(columns: dict[str, Column]) -> dict[str, Column]:
+def _derive(columns: dict[str, Column]) -> dict[str, Column]:
     out = {}
     if "sampler_logp" in columns:
         out["confidence"] = Column(np.exp(columns["sampler_logp"].value_T))
@@ -277,3 +276,53 @@ def _is_known(kind: pa.DataType) -> bool:
         or pa.types.is_integer(kind)
         or pa.types.is_floating(kind)
     )
+
+
+def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
+    """The text of each id; ``⟨id⟩`` where the run does not tell."""
+    known: dict[int, str] = {}
+    tokenizer = tokenizer_file(run)
+    if tokenizer is not None:
+        known = _decode(run, tokenizer, ids)
+    if not known:
+        for batch in run.batches("tokens")[-1:]:
+            table = run.table("tokens", batch, ("token_ids", "text"))
+            if table is not None and {"token_ids", "text"} <= set(table.column_names):
+                pairs = table.group_by(["token_ids", "text"]).aggregate([]).to_pydict()
+                known = dict(zip(pairs["token_ids"], map(str, pairs["text"])))
+    return [known.get(i, f"⟨{i}⟩") for i in ids]
+
+
+def _decode(run: RunFolder, file: Path, ids: Sequence[int]) -> dict[int, str]:
+    try:
+        return decode_ids(file, ids)
+    except Exception as error:  # what tokenizers raises for a broken file has no narrower type
+        run.note(f"{file.name} cannot be read ({error}); token texts come from elsewhere.")
+        return {}
+
+
+def tokenizer_file(run: RunFolder) -> Path | None:
+    """A tokenizer.json of the run: beside its manifest or in its last checkpoint."""
+    files = [
+        run.path / "tokenizer.json",
+        *sorted(run.path.glob("checkpoints/batch_*/tokenizer.json"), reverse=True),
+    ]
+    return next((file for file in files if file.is_file() and is_inside(run.path, file)), None)
+
+
+def decode_ids(file: Path, ids: Sequence[int]) -> dict[int, str]:
+    """Texts of ids under a tokenizer file; empty without the tokenizers package.
+
+    An id alone may be part of a character.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return {}
+    tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return {
+        i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or ""
+        for i in ids
+        if 0 <= i < size
+    }

@@ -1,6 +1,4 @@
-"""Boosted, suppressed, unchanged; flips; cancellation: what is read off a token's change and its
-parts.
-"""
+"""Boosted, suppressed, unchanged; cancellation: what is read off a token's change and its parts."""
 
 from __future__ import annotations
 
@@ -19,11 +17,6 @@ def change_sign(delta: Tensor, noise_floor: float | Tensor) -> Tensor:
     [1.0, -1.0, 0.0]
     """
     return torch.where(delta.abs() > noise_floor, delta.sign(), 0)
-
-
-def is_flip(change: Tensor, advantage: Tensor) -> Tensor:
-    """Moved against the sign of its own advantage; False for unchanged tokens and for advantage 0."""
-    return change * advantage.sign() < 0
 
 
 def cancellation(parts: Iterable[Tensor]) -> Tensor:

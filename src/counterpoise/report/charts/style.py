@@ -11,8 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from counterpoise.maths.intervals import over_seeds
-from counterpoise.report.credit_numbers import Row
-from counterpoise.report.groups import Curve
+from counterpoise.report.runs import Curve
+from counterpoise.report.tokens import Row
 from counterpoise.text import chart_label, number, with_interval
 
 # Okabe and Ito's palette, darkened where white paper asks for it
@@ -92,7 +92,7 @@ def blank(x: str = "", y: str = "") -> go.Figure:
 
 
 def curves(
-    found: Sequence[tuple[str, Curve]],
+    series: Sequence[tuple[str, Curve]],
     *,
     y: str = "",
     x: str = "batch",
@@ -101,11 +101,11 @@ def curves(
 ) -> Drawing:
     """Lines over batches with bands; a single long run also as its running mean."""
     figure, keys = blank(x, y), []
-    for at, (_, curve) in enumerate(found):
+    for at, (_, curve) in enumerate(series):
         _add_band(figure, curve.batch, curve.low, curve.high, colour(at))
-    for at, (label, curve) in enumerate(found):
+    for at, (label, curve) in enumerate(series):
         line = {"color": colour(at), "dash": dash(at)}
-        if len(curve.runs) > 1 and len(found) == 1:
+        if len(curve.runs) > 1 and len(series) == 1:
             for run in curve.runs:
                 _add_line(
                     figure,
@@ -134,21 +134,21 @@ def curves(
             high=curve.high,
         )
         keys.append(Key(label, colour(at), dash(at), _last(curve)))
-    _pad_x(figure, [curve.batch for _, curve in found])
+    _pad_x(figure, [curve.batch for _, curve in series])
     if zero:
         figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
 
-def lines(found: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
+def lines(series: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
     """Lines from 0 whose points carry intervals, with the last value in the legend; bands of many
     lines would hide each other.
     """
     figure = blank(x, y)
-    value = [np.array([row.value for row in line.rows], float).T for line in found]
-    for line, (_, low, high) in zip(found, value if len(found) <= MAX_BANDS else []):
+    value = [np.array([row.value for row in line.rows], float).T for line in series]
+    for line, (_, low, high) in zip(series, value if len(series) <= MAX_BANDS else []):
         _add_band(figure, np.array(line.batches), low, high, line.colour)
-    for line, (mean, low, high) in zip(found, value):
+    for line, (mean, low, high) in zip(series, value):
         style = {"color": line.colour, "width": 2, "dash": line.dash}
         name = chart_label(line.label)
         _add_line(
@@ -161,9 +161,9 @@ def lines(found: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
             low=low,
             high=high,
         )
-    biggest = max(map(size_of, found))
-    keys = [Key(line.label, line.colour, line.dash, _last_row(line, biggest)) for line in found]
-    _pad_x(figure, [np.array(line.batches) for line in found])
+    biggest = max(map(size_of, series))
+    keys = [Key(line.label, line.colour, line.dash, _last_row(line, biggest)) for line in series]
+    _pad_x(figure, [np.array(line.batches) for line in series])
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
@@ -173,12 +173,12 @@ def size_of(line: Line) -> float:
     return max(abs(row.value.mean) for row in line.rows)
 
 
-def bars(found: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") -> Drawing:
+def bars(series: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") -> Drawing:
     """Groups of bars with intervals: (label, colour, bar or hollow, rows); rows of equal label
     stand together.
     """
     figure, keys = blank(y=y), []
-    for label, shade, mark, rows in found:
+    for label, shade, mark, rows in series:
         mean, low, high = (np.array(column, float) for column in zip(*(row.value for row in rows)))
         whisker = {
             "type": "data",
@@ -206,17 +206,17 @@ def bars(found: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") -
 
 
 def histograms(
-    found: Sequence[tuple[str, str, str, np.ndarray]], *, x: str, bins: int = 41
+    series: Sequence[tuple[str, str, str, np.ndarray]], *, x: str, bins: int = 41
 ) -> Drawing:
     """Shares of tokens by value as outlines: (label, colour, dash, values); the outermost percent
     falls into the outer bins.
     """
     figure, keys = blank(x, "share of tokens"), []
-    pooled = np.concatenate([value for *_, value in found])
-    low, high = np.quantile(pooled, [0.005, 0.995])
+    value_all = np.concatenate([value for *_, value in series])
+    low, high = np.quantile(value_all, [0.005, 0.995])
     low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
     edges = np.linspace(low, high, bins + 1)
-    for label, shade, style, value in found:
+    for label, shade, style, value in series:
         share = np.r_[0, np.histogram(np.clip(value, low, high), edges)[0] / max(1, len(value)), 0]
         centre = np.r_[
             1.5 * edges[0] - 0.5 * edges[1],
@@ -245,12 +245,12 @@ def histograms(
 
 
 def scatter(
-    found: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x: str, y: str
+    series: Sequence[tuple[str, str, np.ndarray, np.ndarray, str]], *, x: str, y: str
 ) -> Drawing:
     """Points with the line of equality: (label, colour, x, y, text of the legend)."""
     figure, keys = blank(x, y), []
-    pooled = np.concatenate([np.concatenate([xs, ys]) for _, _, xs, ys, _ in found])
-    low, high = (float(v) for v in np.quantile(pooled, [0.005, 0.995]))
+    value_all = np.concatenate([np.concatenate([xs, ys]) for _, _, xs, ys, _ in series])
+    low, high = (float(v) for v in np.quantile(value_all, [0.005, 0.995]))
     pad = 0.05 * (high - low) or 1e-9
     figure.add_scatter(
         x=[low, high],
@@ -259,7 +259,7 @@ def scatter(
         line={"color": NEUTRAL, "width": 1, "dash": "dot"},
         hoverinfo="skip",
     )
-    for label, shade, xs, ys, text in found:
+    for label, shade, xs, ys, text in series:
         marker = {"color": shade, "size": 4, "opacity": 0.5, "line": {"width": 0}}
         template = "predicted %{x:.3g}<br>actual %{y:.3g}<extra>%{fullData.name}</extra>"
         figure.add_scatter(

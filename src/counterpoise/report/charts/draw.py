@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
+from counterpoise.maths.columns import by_sign
 from counterpoise.maths.intervals import Interval, over_seeds
-from counterpoise.report import credit_numbers as tokens
+from counterpoise.report import tokens
 from counterpoise.report.charts import style as figures
 from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
-from counterpoise.report.credit_numbers import SIGNS, Row
-from counterpoise.report.groups import Curve, Group, curve, eval_curve
-from counterpoise.report.ledger_numbers import ledger_rows
+from counterpoise.report.runs import Curve, Group, curve, eval_curve
+from counterpoise.report.tokens import Row, ledger_rows
 from counterpoise.text import with_interval
 
-MAX_LEDGER_STEPS = 40
+MAX_LEDGER_BATCHES = 40
 HISTOGRAM_DASH = {
     "positive": "solid",
     "negative": "dot",
@@ -32,8 +32,8 @@ def of_metric(key: str, *, zero: bool = False) -> Draw:
     """Curves of one key of metrics.jsonl."""
 
     def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-        found = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
-        return figures.curves(found, zero=zero) if found else None
+        series = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
+        return figures.curves(series, zero=zero) if series else None
 
     return draw
 
@@ -56,22 +56,22 @@ def of_keys(*names: tuple[str, str]) -> Draw:
 
 
 def of_evals(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-    found = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
-    return figures.curves(found, markers=True, x="batches trained") if found else None
+    series = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
+    return figures.curves(series, markers=True, x="batches trained") if series else None
 
 
 def of_positive_share(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     """The band from the least to the most positive update of each batch."""
     low = [curve(group, "plan/positive_frac_min") for group in groups]
     high = [curve(group, "plan/positive_frac_max") for group in groups]
-    found = [
+    series = [
         (g.label, _band(a, b))
         for g, a, b in zip(groups, low, high)
         if a is not None and b is not None
     ]
-    if not found:
+    if not series:
         return None
-    drawing = figures.curves(found)
+    drawing = figures.curves(series)
     drawing.figure.update_yaxes(range=[0, 1])
     return drawing
 
@@ -80,24 +80,22 @@ def of_tokens(column: str, x: str) -> Draw:
     """Distribution of a token column by the sign of the advantage."""
 
     def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-        found = []
+        series = []
         for at, (group, frame) in enumerate(_frames(groups, batch)):
             if not tokens.has(frame, column, "sign"):
                 continue
-            for sign, name in SIGNS.items():
-                value = np.asarray(
-                    frame[column][(frame["sign"] == sign) & frame[column].notna()], float
-                )
+            for name, is_in in by_sign(frame["sign"]).items():
+                value = np.asarray(frame[column][is_in & frame[column].notna()], float)
                 if len(value):
-                    found.append(
+                    series.append(
                         (
-                            _signed(group, name, groups),
+                            _label(group, name, groups),
                             _shade(at, name, groups),
                             HISTOGRAM_DASH[name],
                             value,
                         )
                     )
-        return figures.histograms(found, x=x) if found else None
+        return figures.histograms(series, x=x) if series else None
 
     return draw
 
@@ -108,39 +106,39 @@ def of_signed_bars(number_of: Callable[[pd.DataFrame], dict[str, list[Row]]], y:
     """
 
     def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-        found = []
+        series = []
         for at, (group, frame) in enumerate(_frames(groups, batch)):
             for name, rows in number_of(frame).items():
                 style = "hollow" if len(groups) > 1 and name == "negative" else "bar"
-                found.append((_signed(group, name, groups), _shade(at, name, groups), style, rows))
-        return figures.bars(found, y=y) if found else None
+                series.append((_label(group, name, groups), _shade(at, name, groups), style, rows))
+        return figures.bars(series, y=y) if series else None
 
     return draw
 
 
 def of_prediction(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-    found = []
+    series = []
     for at, (group, frame) in enumerate(_frames(groups, batch)):
-        seen = tokens.prediction(frame)
-        if seen is not None:
+        fit = tokens.prediction(frame)
+        if fit is not None:
             label = f"{group.label}, batch {frame.attrs['batch']}"
-            text = f"r = {with_interval(*seen.correlation, digits=4)}, {seen.num_tokens:,} tokens"
-            xs, ys = seen.sample["predicted"].to_numpy(float), seen.sample["delta"].to_numpy(float)
-            found.append((label, figures.colour(at), xs, ys, text))
+            text = f"r = {with_interval(*fit.correlation, digits=4)}, {fit.num_tokens:,} tokens"
+            xs, ys = fit.sample["predicted"].to_numpy(float), fit.sample["delta"].to_numpy(float)
+            series.append((label, figures.colour(at), xs, ys, text))
     return (
-        figures.scatter(found, x="predicted change of the log-prob", y="actual change")
-        if found
+        figures.scatter(series, x="predicted change of the log-prob", y="actual change")
+        if series
         else None
     )
 
 
 def of_cancellation(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-    found = []
+    series = []
     for at, (group, frame) in enumerate(_frames(groups, batch)):
         rows = [row for row in tokens.cancellation_by_sharing(frame) if row.count]
         if rows:
-            found.append((group.label, figures.colour(at), "bar", rows))
-    return figures.bars(found, y="mean cancellation") if found else None
+            series.append((group.label, figures.colour(at), "bar", rows))
+    return figures.bars(series, y="mean cancellation") if series else None
 
 
 def of_flips(groups: Sequence[Group], batch: int | None) -> Drawing | None:
@@ -150,7 +148,7 @@ def of_flips(groups: Sequence[Group], batch: int | None) -> Drawing | None:
         for name, (batches, rows) in ledger_series(group, "flips").items():
             lines.append(
                 Line(
-                    _signed(group, name, groups),
+                    _label(group, name, groups),
                     _shade(at, name, groups),
                     SIGN_DASH[name],
                     batches,
@@ -197,26 +195,18 @@ def ledger_series(group: Group, name: str) -> dict[str, tuple[list[int], list[Ro
     several runs, else over prompts.
     """
     batches = sorted({batch for run in group.runs for batch in run.batches("tokens")})
-    picked = [
-        batches[k]
-        for k in sorted(
-            {
-                round(x)
-                for x in np.linspace(0, len(batches) - 1, min(len(batches), MAX_LEDGER_STEPS))
-            }
-        )
-    ]
+    rank = np.linspace(0, len(batches) - 1, min(len(batches), MAX_LEDGER_BATCHES))
     out: dict[str, tuple[list[int], list[Row]]] = {}
-    for batch in picked:
-        found = [
+    for batch in (batches[k] for k in sorted({round(x) for x in rank})):
+        rows_by_run = [
             ledger_rows(run, batch).get(name, [])
             for run in group.runs
             if batch in run.batches("tokens")
         ]
-        for label in dict.fromkeys(row.label for rows in found for row in rows):
+        for label in dict.fromkeys(row.label for rows in rows_by_run for row in rows):
             same = [
                 row
-                for rows in found
+                for rows in rows_by_run
                 for row in rows
                 if row.label == label and np.isfinite(row.value.mean)
             ]
@@ -232,11 +222,11 @@ def _key_lines(
 ) -> list[Line]:
     lines = []
     for k, (key, label) in enumerate(names):
-        found = curve(group, key)
-        if found is not None:
+        one = curve(group, key)
+        if one is not None:
             rows = [
                 Row(label, Interval(*map(float, bounds)), 0)
-                for bounds in zip(found.mean, found.low, found.high)
+                for bounds in zip(one.mean, one.low, one.high)
             ]
             lines.append(
                 _line(
@@ -244,7 +234,7 @@ def _key_lines(
                     at,
                     k + offset,
                     label,
-                    [int(batch) for batch in found.batch],
+                    [int(batch) for batch in one.batch],
                     rows,
                     is_alone,
                 )
@@ -268,22 +258,22 @@ def _line(
 
 
 def _frames(groups: Sequence[Group], batch: int | None) -> list[tuple[Group, pd.DataFrame]]:
-    """The tokens of a batch, pooled over the runs of each group; prompts of different runs stay
+    """The tokens of a batch, whole over the runs of each group; prompts of different runs stay
     apart.
     """
     out = []
     for group in groups:
-        found = [tokens.tokens_of(run, batch) for run in group.runs]
+        tables = [tokens.tokens_of(run, batch) for run in group.runs]
         parts = [
             frame.assign(group=_apart(frame, k))
-            for k, pair in enumerate(found)
+            for k, pair in enumerate(tables)
             if pair is not None
             for _, frame in [pair]
         ]
         if parts:
-            pooled = pd.concat(parts, ignore_index=True)
-            pooled.attrs["batch"] = next(pair[0] for pair in found if pair is not None)
-            out.append((group, pooled))
+            whole = pd.concat(parts, ignore_index=True)
+            whole.attrs["batch"] = next(pair[0] for pair in tables if pair is not None)
+            out.append((group, whole))
     return out
 
 
@@ -306,7 +296,7 @@ def _band(low: Curve, high: Curve) -> Curve:
     return Curve(low.batch, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
 
 
-def _signed(group: Group, sign: str, groups: Sequence[Group]) -> str:
+def _label(group: Group, sign: str, groups: Sequence[Group]) -> str:
     return f"{sign} advantage" if len(groups) == 1 else f"{group.label}, {sign}"
 
 

@@ -58,8 +58,8 @@ def group_runs(runs: list[RunFolder]) -> list[Group]:
     """
     settings = [_settings(run.config) for run in runs]
     by_key: dict[str, list[int]] = {}
-    for at, found in enumerate(settings):
-        by_key.setdefault(json.dumps(found, sort_keys=True, default=str), []).append(at)
+    for at, own in enumerate(settings):
+        by_key.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(at)
     members = list(by_key.values())
     labels = _labels(
         [method_name(runs[rows[0]]) for rows in members], [settings[rows[0]] for rows in members]
@@ -77,7 +77,7 @@ def method_name(run: RunFolder) -> str:
     return run.name
 
 
-def seed_of(run: RunFolder) -> Any:
+def seed_of(run: RunFolder) -> object:
     return run.config.get("seed", run.manifest.get("seed"))
 
 
@@ -90,15 +90,15 @@ def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
     """A held-out number after so many batches; of one run with the interval that the
     evaluation brought.
     """
-    found = _curve([eval_series(run, key) for run in group.runs])
-    if found is None or len(group.runs) > 1:
-        return found
+    out = _curve([eval_series(run, key) for run in group.runs])
+    if out is None or len(group.runs) > 1:
+        return out
     low, high = (eval_series(group.runs[0], f"{key}_{side}") for side in ("low", "high"))
     if low.empty or high.empty:
-        return found
-    return found._replace(
-        low=low.reindex(found.batch).to_numpy(),
-        high=high.reindex(found.batch).to_numpy(),
+        return out
+    return out._replace(
+        low=low.reindex(out.batch).to_numpy(),
+        high=high.reindex(out.batch).to_numpy(),
         interval="own",
     )
 
@@ -144,7 +144,7 @@ def _curve(runs: list[pd.Series]) -> Curve | None:
     return Curve(table.index.to_numpy(), mean, low, high, runs, "seeds")
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def _settings(config: dict[str, Any]) -> dict[str, object]:
     leaves = islice(_leaves("", config), MAX_SETTINGS)
     return {
         path: value
@@ -153,7 +153,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), child)
@@ -161,7 +161,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _labels(names: list[str], settings: list[dict[str, Any]]) -> list[str]:
+def _labels(names: list[str], settings: list[dict[str, object]]) -> list[str]:
     out = []
     for name, own in zip(names, settings):
         rivals = [

@@ -9,18 +9,19 @@ import math
 import shlex
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
+from counterpoise.catalogue.presets import DEFAULT, PRESETS
 from counterpoise.maths.intervals import Interval, over_seeds
-from counterpoise.report.credit_numbers import flip_rates, tokens_of
-from counterpoise.report.groups import Group, eval_series, seed_of
+from counterpoise.report.runs import Group, eval_series, seed_of
+from counterpoise.report.tokens import flip_rates, tokens_of
 from counterpoise.run.read import RunFolder
 from counterpoise.text import number, shorten, with_interval
 
 AXES = {
-    "advantage": "one number a rollout",
+    "advantage": "one number per rollout",
     "credit": "how it is spread over tokens",
     "loss": "shape of ratio and clip",
     "reduction": "the denominator",
@@ -76,8 +77,8 @@ def settings_table(groups: Sequence[Group]) -> Table:
     )
     rows.append(
         [
-            "batches done",
-            *(", ".join(str(_batches_done(run)) for run in group.runs) for group in groups),
+            "batches trained",
+            *(", ".join(str(len(run.metrics)) for run in group.runs) for group in groups),
         ]
     )
     return Table(
@@ -123,8 +124,8 @@ def tiles(groups: Sequence[Group]) -> list[Tile]:
     if len(groups) != 1:
         return []
     runs = groups[0].runs
-    made = [_accuracy_tile(runs), _reward_tile(runs), _flip_tile(runs), _tokens_tile(runs)]
-    return [tile for tile in made if tile is not None]
+    kinds = (_accuracy_tile, _reward_tile, _flip_tile, _tokens_tile)
+    return [tile for kind in kinds if (tile := kind(runs)) is not None]
 
 
 def _accuracy_tile(runs: list[RunFolder]) -> Tile | None:
@@ -144,35 +145,35 @@ def _accuracy_tile(runs: list[RunFolder]) -> Tile | None:
 
 
 def _reward_tile(runs: list[RunFolder]) -> Tile | None:
-    found = [run.metrics["reward/mean"].dropna() for run in runs if "reward/mean" in run.metrics]
-    found = [s for s in found if len(s)]
-    if not found:
+    series = [run.metrics["reward/mean"].dropna() for run in runs if "reward/mean" in run.metrics]
+    series = [s for s in series if len(s)]
+    if not series:
         return None
     last = (
-        over_seeds([s.iloc[-10:].mean() for s in found])
-        if len(found) > 1
-        else over_seeds(list(found[0].iloc[-10:]))
+        over_seeds([s.iloc[-10:].mean() for s in series])
+        if len(series) > 1
+        else over_seeds(list(series[0].iloc[-10:]))
     )
-    kind = _of_seeds(found) or ", interval over them"
-    num = min(10, len(found[0]))
+    kind = _of_seeds(series) or ", interval over them"
+    num = min(10, len(series[0]))
     return Tile(
         "training reward",
         with_interval(*last),
-        f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(found)}",
+        f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(series)}",
     )
 
 
 def _flip_tile(runs: list[RunFolder]) -> Tile | None:
-    found = tokens_of(runs[0])
-    rows = [row for row in flip_rates(found[1]) if row.count] if found else []
-    if not found or not rows:
+    of_batch = tokens_of(runs[0])
+    rows = [row for row in flip_rates(of_batch[1]) if row.count] if of_batch else []
+    if not of_batch or not rows:
         return None
     note = " / ".join(f"{row.label}{_percents(row.value)}" for row in rows)
     of_run = f" of {runs[0].name}" if len(runs) > 1 else ""
     return Tile(
         "flipped tokens",
         " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows),
-        f"{note} rollouts, batch {found[0]}{of_run}",
+        f"{note} rollouts, batch {of_batch[0]}{of_run}",
     )
 
 
@@ -206,7 +207,7 @@ def _seconds(timing: pd.DataFrame) -> float:
     )
 
 
-def _of_seeds(series: Sequence[Any]) -> str:
+def _of_seeds(series: Sequence[object]) -> str:
     return f", {len(series)} seeds" if len(series) > 1 else ""
 
 
@@ -215,24 +216,15 @@ def _axis(run: RunFolder, axis: str) -> str:
     that name.
     """
     resolved, asked = run.manifest.get("method"), run.config.get("method")
-    for found in (resolved, asked):
-        if isinstance(found, dict) and axis in found:
-            return _stage(found[axis], axis)
+    for source in (resolved, asked):
+        if isinstance(source, dict) and axis in source:
+            return _stage(source[axis], axis)
     name = asked.get("name") if isinstance(asked, dict) else asked
-    preset = _preset(name) if isinstance(name, str) else {}
+    preset = DEFAULT | PRESETS[name][2] if isinstance(name, str) and name in PRESETS else {}
     return f"{_stage(preset[axis], axis)} ({BY_PRESET})" if axis in preset else NOT_IN_FILES
 
 
-def _preset(name: str) -> dict[str, Any]:
-    """The axes of a preset as literals: nothing that a config names is imported."""
-    try:
-        from counterpoise.catalogue.presets import DEFAULT, PRESETS
-    except ImportError:  # reports are made on machines without torch too
-        return {}
-    return DEFAULT | PRESETS[name][2] if name in PRESETS else {}
-
-
-def _stage(value: Any, axis: str) -> str:
+def _stage(value: object, axis: str) -> str:
     if isinstance(value, list):
         return (
             " → ".join(_stage(one, axis) for one in value)
@@ -244,7 +236,7 @@ def _stage(value: Any, axis: str) -> str:
     return "none" if value is None else _setting(value)
 
 
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     """A setting in words: ``name (key value, ...)`` for what has a name, ``key value, ...`` for the
     rest.
     """
@@ -261,7 +253,3 @@ def _setting(value: Any) -> str:
     if value is None:
         return ""
     return shorten(value if isinstance(value, str) else json.dumps(value, default=str), 400)
-
-
-def _batches_done(run: RunFolder) -> int:
-    return len(run.metrics)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from counterpoise.maths.columns import by_context, by_sign
 from counterpoise.maths.intervals import (
     NONE,
     Interval,
@@ -49,8 +50,14 @@ COLUMNS = (
     "scale",
 )
 TEXTS = ("text", "change", "category")
-SIGNS = {1: "positive", -1: "negative"}
 SHARING = ("both signs", "one sign", "not shared")
+NODES = ("node", "node_positive", "node_negative", "group")
+TAX = {
+    "shared": "shared by all",
+    "both_signs": "shared by both signs",
+    "discriminating": "forks",
+    "other": "elsewhere",
+}
 
 
 class Row(NamedTuple):
@@ -69,7 +76,7 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
-            frame = _typed(table.to_pandas())
+            frame = _to_types(table.to_pandas())
             mask = (
                 frame["loss_mask"].fillna(True).astype(bool)
                 if "loss_mask" in frame
@@ -79,7 +86,7 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
     return None
 
 
-def _typed(frame: Frame) -> Frame:
+def _to_types(frame: Frame) -> Frame:
     """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may
     hold anything.
     """
@@ -105,8 +112,7 @@ def category_mass(frame: Frame) -> dict[str, list[Row]]:
     mass = frame["credit"].abs()
     out: dict[str, list[Row]] = {}
     order = mass.groupby(frame["category"]).sum().sort_values(ascending=False).index
-    for sign, name in SIGNS.items():
-        of_sign = frame["sign"] == sign
+    for name, of_sign in by_sign(frame["sign"]).items():
         whole_P = mass[of_sign].groupby(frame["group"]).sum()
         for category in order:
             pick = of_sign & (frame["category"] == category)
@@ -122,13 +128,11 @@ def flip_rates(frame: Frame) -> list[Row]:
     """Share of tokens that moved against the sign of their own advantage, by that sign."""
     if not has(frame, "is_flip", "sign", "group"):
         return []
-    rows = []
-    for sign, name in SIGNS.items():
-        of_sign = frame[frame["sign"] == sign]
-        rows.append(
-            Row(name, by_cluster(of_sign["is_flip"].astype(float), of_sign["group"]), len(of_sign))
-        )
-    return rows
+    flip = frame["is_flip"].astype(float)
+    return [
+        Row(name, by_cluster(flip[is_in], frame["group"][is_in]), int(is_in.sum()))
+        for name, is_in in by_sign(frame["sign"]).items()
+    ]
 
 
 def change_shares(frame: Frame) -> dict[str, list[Row]]:
@@ -136,8 +140,8 @@ def change_shares(frame: Frame) -> dict[str, list[Row]]:
     if not has(frame, "change", "sign", "group"):
         return {}
     out = {}
-    for sign, name in SIGNS.items():
-        of_sign = frame[frame["sign"] == sign]
+    for name, is_in in by_sign(frame["sign"]).items():
+        of_sign = frame[is_in]
         is_kind = {
             kind: (of_sign["change"] == kind).astype(float)
             for kind in ("boosted", "suppressed", "unchanged")
@@ -230,3 +234,87 @@ def _top(frame: Frame, text: str) -> TopToken:
         by_cluster(rows["credit"], rows["group"]),
         delta,
     )
+
+
+def ledger_rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
+    """All these numbers of a batch, by chart; empty lists where the columns are missing.
+
+    A batch is read once.
+    """
+    return run.once(("ledger", batch), lambda: _rows(run, batch))
+
+
+def tax(frame: Frame) -> list[Row]:
+    """KL(after || before), mean over the tokens of each kind of context, then over updates."""
+    if not has(frame, "kl", "is_fully_shared", "is_fork", "update", *NODES):
+        return []
+    known = frame[frame["kl"].notna()]
+    both = (known["node_positive"] > 0) & (known["node_negative"] > 0)
+    sets = by_context(known["is_fully_shared"] > 0, both, known["is_fork"] > 0)
+    return [
+        Row(TAX[name], _by_update(known["kl"][is_in], known[is_in]), int(is_in.sum()))
+        for name, is_in in sets.items()
+        if is_in.any()
+    ]
+
+
+def residual(frame: Frame) -> list[Row]:
+    """What is left of the coefficients at each token that both signs share in an update;
+    mean over these, then over updates.
+    """
+    if not has(frame, "coef", "scale", "sign", "update", *NODES):
+        return []
+    value = frame["coef"] * frame["scale"]
+    parts = pd.DataFrame(
+        {
+            "sum": value,
+            "size": value.abs(),
+            "up": frame["sign"] > 0,
+            "down": frame["sign"] < 0,
+            "group": frame["group"],
+        }
+    )
+    by_node: Any = parts.groupby([frame["update"], frame["node"]])
+    nodes: Frame = by_node[["sum", "size", "up", "down"]].sum().join(by_node["group"].first())
+    nodes = nodes[(nodes["up"] > 0) & (nodes["down"] > 0)].reset_index("update")
+    if nodes.empty:
+        return []
+    left = np.where(
+        nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0
+    )
+    return [Row("residual", _by_update(pd.Series(left, nodes.index), nodes), len(nodes))]
+
+
+def shared_entropy(frame: Frame) -> list[Row]:
+    """Mean entropy of tokens that two or more rollouts with an advantage share, and of others."""
+    if not has(frame, "entropy", *NODES):
+        return []
+    is_shared = frame["node_positive"].fillna(0) + frame["node_negative"].fillna(0) > 1
+    sets = (("shared", is_shared), ("not shared", ~is_shared))
+    return [
+        Row(name, by_cluster(frame["entropy"][is_in], frame["group"][is_in]), int(is_in.sum()))
+        for name, is_in in sets
+        if is_in.any()
+    ]
+
+
+def _rows(run: RunFolder, batch: int) -> dict[str, list[Row]]:
+    of_batch = tokens_of(run, batch)
+    if of_batch is None:
+        return {}
+    frame = of_batch[1]
+    return {
+        "flips": flip_rates(frame),
+        "residual": residual(frame),
+        "tax": tax(frame),
+        "entropy": shared_entropy(frame),
+    }
+
+
+def _by_update(value: pd.Series | np.ndarray, rows: Frame) -> Interval:
+    """Mean of ``value`` within each update, then over them; prompts are drawn."""
+    by = [rows[name].to_numpy() for name in ("group", "update")]
+    table: Frame = (
+        pd.Series(np.asarray(value, float)).groupby(by).agg(["sum", "count"]).unstack(fill_value=0)
+    )
+    return over_clusters(table["sum"].to_numpy(), table["count"].to_numpy())

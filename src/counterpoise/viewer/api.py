@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.report.groups import method_name, seed_of
+from counterpoise.report.runs import method_name, seed_of
 from counterpoise.run.read import RunFolder
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 from counterpoise.viewer.tokens import BatchTokens, Column
@@ -38,49 +38,49 @@ def run_info(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def batch_info(found: BatchTokens) -> dict[str, Any]:
+def batch_info(tokens: BatchTokens) -> dict[str, Any]:
     """Prompts and rollouts of a batch, its columns with their colour scales, the vocabulary of its
     token texts.
     """
     return {
-        "batch": found.batch,
-        "source": found.source,
+        "batch": tokens.batch,
+        "source": tokens.source,
         "columns": [
-            scale(found, name)
-            for name in found.names
+            scale(tokens, name)
+            for name in tokens.names
             if name not in ("text", "batch", "group", "rollout")
         ],
-        "texts": found.column("text").words or [],
-        "groups": _groups(found),
-        "problems": list(found.run.problems),
+        "texts": tokens.column("text").words or [],
+        "groups": _groups(tokens),
+        "problems": list(tokens.run.problems),
     }
 
 
-def pack_column(found: BatchTokens, group: int, name: str) -> tuple[str, bytes]:
+def pack_column(tokens: BatchTokens, group: int, name: str) -> tuple[str, bytes]:
     """A column of one prompt's tokens as little-endian numbers: (dtype, bytes)."""
-    value = found.column(name).value_T[found.span(group)]
+    value = tokens.column(name).value_T[tokens.span(group)]
     kind = PACKED.get(str(value.dtype), "float64")
     return kind, np.ascontiguousarray(value, np.dtype(kind).newbyteorder("<")).tobytes()
 
 
-def token(found: BatchTokens, group: int, at: int) -> dict[str, Any]:
+def token(tokens: BatchTokens, group: int, at: int) -> dict[str, Any]:
     """Every number of one token, the ``at``-th of its prompt; what is missing is null."""
-    part = found.span(group)
+    part = tokens.span(group)
     if not 0 <= at < part.stop - part.start:
         raise ValueError(
-            f"prompt {group} of batch {found.batch} has {part.stop - part.start} tokens, no token"
+            f"prompt {group} of batch {tokens.batch} has {part.stop - part.start} tokens, no token"
             f" {at}."
         )
     return {
-        name: _value(found.column(name), part.start + at)
-        for name in ["text", *(n for n in found.names if n != "text")]
+        name: _value(tokens.column(name), part.start + at)
+        for name in ["text", *(n for n in tokens.names if n != "text")]
     }
 
 
-def scale(found: BatchTokens, name: str) -> dict[str, Any]:
+def scale(tokens: BatchTokens, name: str) -> dict[str, Any]:
     """How a column is coloured: its kind, and where its colours end."""
     if name in ("category", "change"):
-        return {"name": name, "kind": "category", "words": found.column(name).words or []}
+        return {"name": name, "kind": "category", "words": tokens.column(name).words or []}
     kind = (
         "diverging"
         if name in DIVERGING or name.startswith(PART_PREFIX)
@@ -88,7 +88,7 @@ def scale(found: BatchTokens, name: str) -> dict[str, Any]:
         if name in SEQUENTIAL
         else "none"
     )
-    value = np.asarray(found.column(name).value_T, float) if kind != "none" else np.zeros(0)
+    value = np.asarray(tokens.column(name).value_T, float) if kind != "none" else np.zeros(0)
     value = value[np.isfinite(value)]
     if not len(value):
         return {"name": name, "kind": "none"}
@@ -98,19 +98,19 @@ def scale(found: BatchTokens, name: str) -> dict[str, Any]:
     return {"name": name, "kind": kind, "low": low, "high": high}
 
 
-def _groups(found: BatchTokens) -> list[dict[str, Any]]:
+def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
     """Prompts with their rollouts, in order; texts of prompts come from the rollouts table where
     there is one.
     """
-    about = _rollout_texts(found.run, found.batch)
+    about = _rollout_texts(tokens.run, tokens.batch)
     numbers = {
-        "reward": found.first("reward"),
-        "advantage": found.first("advantage"),
-        "flips": found.sums("is_flip"),
+        "reward": tokens.first("reward"),
+        "advantage": tokens.first("advantage"),
+        "flips": tokens.sums("is_flip"),
     }
-    sign_N, length_N = found.sign_N, np.diff(found.start_N)
+    sign_N, length_N = tokens.sign_N, np.diff(tokens.start_N)
     out: dict[int, dict[str, Any]] = {}
-    for at, (group, rollout) in enumerate(zip(found.group_N.tolist(), found.rollout_N.tolist())):
+    for at, (group, rollout) in enumerate(zip(tokens.group_N.tolist(), tokens.rollout_N.tolist())):
         texts = about.get(rollout, {})
         entry = out.setdefault(
             group,
@@ -144,7 +144,7 @@ def _rollout_texts(run: RunFolder, batch: int) -> dict[int, dict[str, str | None
     }
 
 
-def _value(column: Column, at: int) -> Any:
+def _value(column: Column, at: int) -> str | bool | int | float | None:
     value = column.value_T[at]
     if column.words is not None:
         return column.words[value] if value >= 0 else None
@@ -153,9 +153,9 @@ def _value(column: Column, at: int) -> Any:
     return int(value) if isinstance(value, np.integer) else _number(value)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> int | float | str | None:
     return value if isinstance(value, (int, float, str)) else None

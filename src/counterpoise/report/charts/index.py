@@ -1,15 +1,11 @@
-"""The report's charts: what each shows, how to read it, what the number is, and how it is drawn.
-
-``counterpoise.plot`` is the same list.
-"""
+"""The report's charts: what each shows, how to read it, and what the number is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from counterpoise.report import credit_numbers as tokens
-from counterpoise.report.charts.series import (
+from counterpoise.report import tokens
+from counterpoise.report.charts.draw import (
     Draw,
     of_cancellation,
     of_evals,
@@ -22,8 +18,6 @@ from counterpoise.report.charts.series import (
     of_signed_bars,
     of_tokens,
 )
-from counterpoise.report.charts.style import Drawing
-from counterpoise.report.groups import Group
 
 
 class Chart(NamedTuple):
@@ -45,11 +39,6 @@ class Chart(NamedTuple):
     draw: Draw
     is_wide: bool = False
     needs: str = ""
-
-
-def draw(chart: Chart, groups: Sequence[Group], batch: int | None = None) -> Drawing | None:
-    """A chart of some groups of runs; ``batch`` chooses the tokens table (the last one by default)."""
-    return chart.draw(groups, batch)
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -86,14 +75,14 @@ CHARTS: tuple[Chart, ...] = (
         "learning",
         "Response length",
         "A drift without a gain in accuracy is the reward or the reduction paying for length.",
-        "Mean number of response tokens a rollout.",
+        "Mean number of response tokens per rollout.",
         of_metric("rollouts/length"),
     ),
     Chart(
         "grad_norm",
         "learning",
         "Gradient norm",
-        "Spikes come before collapses; a flat line at the clip norm means that every batch is"
+        "Spikes come before collapses; a flat line at the clip norm means that every update is"
         " clipped.",
         "L2 norm of the gradient before clipping, mean over the updates of a batch.",
         of_metric("loss/grad_norm", zero=True),
@@ -101,7 +90,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "pairs_kept",
         "plan",
-        "Pairs that meet",
+        "Pairs in one update",
         "1 means that good and bad answers to one prompt are always in the same update,"
         " where their shared tokens can cancel.",
         "Share of same-prompt (positive, negative) pairs of rollouts that one update holds"
@@ -111,11 +100,11 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "positive_share",
         "plan",
-        "Positives in a batch",
-        "A narrow band means that updates are balanced alike; a wide one that some see"
-        " mostly failures.",
+        "Positives per update",
+        "A narrow band means that updates are balanced alike; a wide one that some see mostly"
+        " failures.",
         "Share of rollouts with reward above 0.5 in an update; the band runs from the least"
-        " to the most positive batch of a batch.",
+        " to the most positive update of a batch.",
         of_positive_share,
     ),
     Chart(
@@ -124,7 +113,7 @@ CHARTS: tuple[Chart, ...] = (
         "Token weights",
         "A spike at 1 is uniform credit; what is left or right of it is what the credit rules"
         " changed.",
-        "Weight = credit / advantage, one number a token. The outermost percent is drawn in the"
+        "Weight = credit / advantage, one number per token. The outermost percent is drawn in the"
         " outer bins.",
         of_tokens("weight", "weight"),
     ),
@@ -133,7 +122,7 @@ CHARTS: tuple[Chart, ...] = (
         "credit",
         "Token credit",
         "Right of 0 pushes a token up, left of 0 down; the two sides should weigh about the same.",
-        "Credit: the signed number a token that the loss gets.",
+        "Credit: one signed number per token, what the loss gets.",
         of_tokens("credit", "credit"),
     ),
     Chart(
@@ -174,7 +163,7 @@ CHARTS: tuple[Chart, ...] = (
         "Predicted against actual change",
         "Points on the dotted line: the first-order account explains the update, so its parts can"
         " be trusted.",
-        "Predicted: first-order change of the log-prob along the batch that the parameters took. r:"
+        "Predicted: first-order change of the log-prob along the update of the parameters. r:"
         " Pearson's correlation over all tokens, 95% bootstrap over prompts; points: a sample.",
         of_prediction,
     ),
@@ -193,7 +182,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "residuals",
         "ledger",
-        "What is left at shared tokens",
+        "Residual at shared tokens",
         "0: what good and bad answers share cancels; 1: nothing of it does. The other lines say"
         " which part of the method broke it.",
         "At a token that rollouts of both signs share: |sum of their coefficients| / sum of"
@@ -214,8 +203,8 @@ CHARTS: tuple[Chart, ...] = (
         "tax",
         "ledger",
         "Learning tax",
-        "Change where all answers agree is paid for nothing; change at the forks is what learning"
-        " is for.",
+        "Change where all answers agree teaches nothing; change at the forks is what learning is"
+        " for.",
         "KL(after || before) of an update, in nats, mean over tokens by context: all"
         " rollouts, or both signs, take this token; forks: they part here. Band: 95% bootstrap over"
         " prompts.",
@@ -230,7 +219,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "tax_cumulative",
         "ledger",
-        "Learning tax so far",
+        "Learning tax, cumulative",
         "The steeper the shared line against the forks, the more of the training went into what no"
         " answer needed changed.",
         "The same KL summed over the updates that the ledger accounted for so far;"
@@ -246,7 +235,7 @@ CHARTS: tuple[Chart, ...] = (
         "drift",
         "ledger",
         "Solution drift",
-        "Moves among equally correct solutions: taste, not skill. A method that only removes errors"
+        "Change of preference among equally correct solutions. A method that only removes errors"
         " stays near 0.",
         "Mean over a frozen bank of prompts of |change of the log-odds between two verified"
         " solutions| since they were first scored; intervals with several seeds only.",
@@ -257,7 +246,7 @@ CHARTS: tuple[Chart, ...] = (
         "shared_entropy",
         "ledger",
         "Entropy of shared and other tokens",
-        "Entropy that falls at shared tokens closes paths that no answer needed closed.",
+        "Where entropy falls at shared tokens, the policy stops exploring without need.",
         "Mean entropy of the policy, in nats, at tokens that two or more rollouts with an advantage"
         " share and at the others. Band: 95% bootstrap over prompts.",
         of_ledger(

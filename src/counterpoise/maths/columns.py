@@ -1,0 +1,43 @@
+"""Which tokens are meant: flips, signs, kinds of context. Operators alone, so a column may be a
+tensor, an array or a pandas column.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from torch import Tensor
+
+Column = TypeVar("Column", "Tensor", "np.ndarray", "pd.Series")
+
+
+def is_flip(change: Column, advantage: Column) -> Column:
+    """Moved against the sign of its own advantage; False for unchanged tokens and advantage 0.
+
+    Args:
+        change: +1 boosted, -1 suppressed, 0 unchanged.
+        advantage: of the token's rollout, or its sign.
+    """
+    return change * advantage < 0  # pyright: ignore[reportReturnType]
+
+
+def by_sign(advantage: Column) -> dict[str, Column]:
+    """Tokens of rollouts with positive and with negative advantage."""
+    return {"positive": advantage > 0, "negative": advantage < 0}  # pyright: ignore[reportReturnType]
+
+
+def by_context(is_full: Column, is_both: Column, is_fork: Column) -> dict[str, Column]:
+    """Tokens by the kind of their context, as the learning tax counts them.
+
+    ``shared``: every rollout of the prompt is there and takes this token; ``both_signs``: rollouts
+    of both signs take it there; ``discriminating``: they part there; ``other``: none of these.
+    """
+    return {
+        "shared": is_full,
+        "both_signs": is_both,
+        "discriminating": is_fork,
+        "other": ~(is_full | is_both | is_fork),  # pyright: ignore[reportReturnType]
+    }
