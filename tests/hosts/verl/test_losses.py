@@ -300,8 +300,8 @@ def test_registered_methods_of_ones_own_train(monkeypatch):
     assert_same(
         run("counterpoise/unclipped_in_verl", logp_NT, rows), run("vanilla", logp_NT, rows, **wide)
     )
-    for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
-        monkeypatch.delitem(registry, "counterpoise/unclipped_in_verl")
+    for table in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
+        monkeypatch.delitem(table, "counterpoise/unclipped_in_verl")
 
 
 @pytest.mark.filterwarnings("default")

@@ -68,6 +68,9 @@ class CreditMixin(Host):
     args: Any
     model: Any
     accelerator: Any
+    optimizer: Any
+    processing_class: Any
+    num_generations: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(trl.__version__)
