@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from counterpoise.hosts.trl.batch import loss_mask
 from counterpoise.hosts.trl.folder import create_folder, rollout_table
@@ -141,26 +141,14 @@ class Ledger(TrainerCallback):
             }
         )
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: object, **kwargs: object) -> None:
         if self._is_open:
             self._watch.close()
             with within_memory(self.book, self._give_up):
                 if self.book is not None:
                     self.book.before()
 
-    def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_optimizer_step(self, *args: object, **kwargs: object) -> None:
         if not self._is_open:
             return
         row_R, coef_NT, ratio_NT = self._gather()

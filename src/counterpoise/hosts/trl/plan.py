@@ -9,6 +9,7 @@ count).
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +44,18 @@ class UpdateRows(NamedTuple):
 def num_updates(trainer: CreditMixin) -> int:
     """Updates of one batch (of one pass over it)."""
     return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
+
+
+def check_room(plan: Plan, batch: TokenBatch) -> None:
+    """Updates that are far larger than TRL's would be a surprise for the memory."""
+    room = batch.num_rollouts // len(plan)
+    largest = max(len(row_R) for row_R in plan)
+    if largest > room:
+        warnings.warn(
+            f"the plan's largest update has {largest} rows where TRL's has {room}: its"
+            " micro-batches are larger.",
+            stacklevel=2,
+        )
 
 
 def deal_updates(

@@ -15,7 +15,6 @@ super, none copies TRL:
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from counterpoise.hosts.trl.ledger import Ledger
 from counterpoise.hosts.trl.loss import own_loss, prepare_update
 from counterpoise.hosts.trl.plan import (
     UpdateRows,
+    check_room,
     deal_updates,
     micro_batches,
     num_updates,
@@ -50,7 +50,7 @@ from counterpoise.hosts.trl.plan import (
 from counterpoise.hosts.trl.scoring import REWARDS, SCORE, record_calls, record_scores
 from counterpoise.hosts.trl.state import CreditState, credit_state
 from counterpoise.plans.audit import plan_metrics
-from counterpoise.types import Plan, TokenBatch
+from counterpoise.types import Plan
 
 __all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin"]
 
@@ -163,7 +163,7 @@ class CreditMixin(Host):
             plan = self.credit_plan = setup.method.plan(
                 batch, num_updates(self), seed=self.args.seed, batch_number=number
             )
-            _check_room(plan, batch)
+            check_room(plan, batch)
             shape = (self.accelerator.num_processes, self.args.gradient_accumulation_steps)
             self._credit_updates = deal_updates(setup, batch, credit, plan, *shape)
             self._buffered_inputs = micro_batches(self, columns, self._credit_updates)
@@ -190,15 +190,3 @@ class CreditGRPOTrainer(CreditMixin, GRPOTrainer):
 def _log(trainer: CreditMixin, metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         trainer._metrics["train"][name].append(float(value))
-
-
-def _check_room(plan: Plan, batch: TokenBatch) -> None:
-    """Updates that are far larger than TRL's would be a surprise for the memory."""
-    room = batch.num_rollouts // len(plan)
-    largest = max(len(row_R) for row_R in plan)
-    if largest > room:
-        warnings.warn(
-            f"the plan's largest update has {largest} rows where TRL's has {room}: its"
-            " micro-batches are larger.",
-            stacklevel=2,
-        )
