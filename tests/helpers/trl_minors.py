@@ -1,4 +1,4 @@
-"""Run ``test_trl_minor.py`` against one release of every supported TRL minor: ``python
+"""Run ``test_minor.py`` against one release of every supported TRL minor: ``python
 tests/helpers/trl_minors.py [FOLDER]``.
 
 Each release is installed without dependencies into FOLDER (default: build/trl) and put in front of

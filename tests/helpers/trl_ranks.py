@@ -68,7 +68,7 @@ def run(name, world):
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
     if os.environ.get("ENGINE") == "fsdp2":
         shard_fully(trainer)
-    credits, plans, take = [], [], trainer._take_generation
+    credits, plans, take = [], [], trainer._take_batch
 
     def watched(output):
         credits.append(_by_row(trainer, output))
@@ -79,7 +79,7 @@ def run(name, world):
             else [row_R.tolist() for row_R in trainer.credit_plan]
         )
 
-    trainer._take_generation = watched
+    trainer._take_batch = watched
     start = trl_tiny.weights(trainer)
     trainer.train()
     return {

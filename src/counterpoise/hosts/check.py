@@ -7,7 +7,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.selftest import Probe
 
 TESTED_TRL = "1.16.0"
 FIX = (
@@ -65,27 +68,22 @@ def check_verl() -> list[Check]:
     """What of counterpoise verl has loaded, and by two rollouts of two tokens: credit reaches
     verl's loss. Call it in a fresh process.
     """
-    from counterpoise.hosts.verl import register as verl
+    from counterpoise.hosts.verl import registry, selftest
 
-    found = verl.registration()
+    names = registry.registration()
     counts = (
-        f"{len(found.estimators)} estimators, {len(found.losses)} losses, {len(found.trainers)}"
+        f"{len(names.estimators)} estimators, {len(names.losses)} losses, {len(names.trainers)}"
         " trainers"
     )
-    registered = Check(
+    plugin = Check(
         "verl plug-in",
-        not found.problems,
-        f"verl {found.version}: {counts} of counterpoise",
-        " ".join(found.problems),
+        not names.problems,
+        f"verl {names.version}: {counts} of counterpoise",
+        " ".join(names.problems),
     )
-    if not found.estimators:
-        return [registered]
-
-    def proved() -> str:
-        verl.check_verl()
-        return "the gradient of verl's loss is the credit"
-
-    return [registered, _attempt("verl loss", proved, FIX_VERL)]
+    if not names.estimators:
+        return [plugin]
+    return [plugin, _attempt("verl loss", selftest.check_credit, FIX_VERL)]
 
 
 def _attempt(name: str, look: Callable[[], str], fix: str = FIX) -> Check:
@@ -121,27 +119,24 @@ def _signatures() -> str:
 
 
 def _training() -> list[Check]:
-    def trained() -> Any:
+    try:
         from counterpoise.hosts.trl.selftest import probe
 
-        return probe()
-
-    try:
-        seen = trained()
+        training = probe()
     except Exception as error:
         return [Check("trl training", False, repr(error), FIX)]
     return [
-        _attempt("trl takes (B, T) advantages", lambda: credit_reaches_loss(seen)),
-        _attempt("trl trains on the plan's rows", lambda: plan_decides_rows(seen)),
+        _attempt("trl takes (B, T) advantages", lambda: check_credit(training)),
+        _attempt("trl trains on the plan's rows", lambda: check_plan(training)),
     ]
 
 
-def credit_reaches_loss(seen: Any) -> str:
+def check_credit(training: Probe) -> str:
     """The derivative of TRL's loss by a token's log-prob is 0 exactly where the token's credit is
     0, and has its sign elsewhere.
     """
     num_tokens, num_without = 0, 0
-    for micro in seen.micros:
+    for micro in training.micros:
         if micro.credit_NT.shape != micro.grad_NT.shape:
             raise ValueError(
                 f"the loss got advantages of shape {list(micro.credit_NT.shape)}, expected"
@@ -164,8 +159,10 @@ def credit_reaches_loss(seen: Any) -> str:
     return f"{num_tokens} tokens, {num_without} of them without credit and without gradient"
 
 
-def plan_decides_rows(seen: Any) -> str:
+def check_plan(training: Probe) -> str:
     """Each update was trained on the rows that the plan gave it."""
-    if seen.trained_rows != seen.planned_rows:
-        raise ValueError(f"trained on rows {seen.trained_rows}, planned were {seen.planned_rows}")
-    return f"{len(seen.planned_rows)} updates of whole prompts"
+    if training.trained_rows != training.planned_rows:
+        raise ValueError(
+            f"trained on rows {training.trained_rows}, planned were {training.planned_rows}"
+        )
+    return f"{len(training.planned_rows)} updates of whole prompts"

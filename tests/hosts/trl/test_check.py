@@ -157,11 +157,15 @@ def test_doctor_of_a_host_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("problems", [[], ["the plug-in was not loaded. Do this."]])
 def test_doctor_of_verl(problems, monkeypatch):
     """What verl's registries hold, and the proof that credit reaches its loss."""
-    from counterpoise.hosts.verl import register as verl
+    from counterpoise.hosts.verl import registry, selftest
 
-    found = verl.Registration("0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems)
-    monkeypatch.setattr(verl, "registration", lambda: found)
-    monkeypatch.setattr(verl, "check_verl", lambda: None)
+    found = registry.Registration(
+        "0.9.1", ["counterpoise/dapo"], ["counterpoise/dapo"], [], problems
+    )
+    monkeypatch.setattr(registry, "registration", lambda: found)
+    monkeypatch.setattr(
+        selftest, "check_credit", lambda: "the gradient of verl's loss is the credit"
+    )
     monkeypatch.setattr(cli, "is_installed", lambda package: True)
     out = run_doctor("verl")
     assert out.exit_code == bool(problems)

@@ -23,8 +23,8 @@ class Watched(trl_tiny.CreditGRPOTrainer):
         super().__init__(**kwargs)
         self.rows, self.plans = [], []
 
-    def _take_generation(self, output):
-        super()._take_generation(output)
+    def _take_batch(self, output):
+        super()._take_batch(output)
         self.plans.append(self.credit_plan)
 
     def _compute_loss(self, model, inputs):
@@ -148,8 +148,7 @@ def test_one_update_a_generation_is_warned_about(tmp_path):
     with pytest.warns(
         UserWarning,
         match=(
-            "does nothing here: there is one optimizer update a generation.*Raise"
-            " steps_per_generation to 8"
+            "does nothing here: there is one update per generation.*Raise steps_per_generation to 8"
         ),
     ):
         trl_tiny._trainer(

@@ -89,7 +89,7 @@ def test_parallelism_within_a_rollout(size, name):
         ),
         (
             {"plan": "query_preserved", "num_generations": 16},
-            "2 prompts a generation do not divide into 4 updates",
+            "2 prompts per generation do not divide into 4 updates",
         ),
         ({"method_axes": {"credit": {"proxy": "topk"}}, "fsdp": True}, "FSDP and DeepSpeed shard"),
     ],

@@ -16,7 +16,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_resume_keeps_the_controller(restore, tmp_path):
-    """FADE's running means and the number of the generation; also where TRL is told not to restore
+    """FADE's running means and the number of batches; also where TRL is told not to restore
     callbacks.
     """
     args = {
@@ -29,7 +29,7 @@ def test_resume_keeps_the_controller(restore, tmp_path):
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())[
         "stateful_callbacks"
     ]["CreditState"]
-    assert saved["attributes"]["generation"] == 1
+    assert saved["attributes"]["num_batches"] == 1
     resumed = trl_tiny.ours(tmp_path, args=args, rollout_func=trl_tiny.told, seed=9)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     first, last = (
@@ -38,7 +38,7 @@ def test_resume_keeps_the_controller(restore, tmp_path):
     )
     assert first["p_hat"] != last["p_hat"]
     assert credit_state(resumed).method_state["controller"] == last
-    assert credit_state(resumed).generation == 3
+    assert credit_state(resumed).num_batches == 3
     trl_tiny.assert_identical(trl_tiny.weights(resumed), trl_tiny.weights(whole))
 
 
@@ -46,4 +46,4 @@ def test_a_fresh_run_starts_anew(tmp_path):
     for _ in range(2):
         trainer = trl_tiny.ours(tmp_path, args={"method": "fade", "max_steps": 1})
         trainer.train()
-        assert credit_state(trainer).generation == 1
+        assert credit_state(trainer).num_batches == 1

@@ -19,8 +19,8 @@ pytest.importorskip(
 
 import counterpoise as cp
 from counterpoise.hosts.verl import checks as verl_checks
-from counterpoise.hosts.verl import method as verl_methods
-from counterpoise.hosts.verl import plan as verl_order
+from counterpoise.hosts.verl import method as verl_method
+from counterpoise.hosts.verl import plan as verl_plan
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl.checks import check_config, mode_of
 from counterpoise.hosts.verl.method import agg_mode, loss_trouble, setup, trainer_trouble
@@ -128,8 +128,8 @@ def test_the_pages_python_runs():
 
 
 def test_examples_in_docstrings():
-    for module in (verl_checks, verl_methods, verl_order):
-        done = doctest.testmod(module)
+    for module in (verl_checks, verl_method, verl_plan):
+        done = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert done.attempted > 0 and done.failed == 0
 
 
@@ -140,7 +140,11 @@ def test_the_table_is_what_the_code_does():
         try:
             made = setup(name)
             credit = (
-                "alone" if made.is_reward_only else "no" if trainer_trouble(made) else "trainer"
+                "alone"
+                if made.method.reads_rewards_only
+                else "no"
+                if trainer_trouble(made)
+                else "trainer"
             )
         except ValueError:
             credit = "no"

@@ -19,8 +19,8 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 
 import counterpoise as cp
 from counterpoise.hosts.verl import register
-from counterpoise.hosts.verl.estimators import estimator, settings_of
-from counterpoise.hosts.verl.method import setup
+from counterpoise.hosts.verl.estimators import estimator
+from counterpoise.hosts.verl.method import settings_of, setup
 from helpers.verl.cases import Rollout, data_proto, rollouts, token_batch
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
@@ -28,7 +28,9 @@ register()
 
 NEED_A_STEP = ("tpo", "dfpo_min", "dfpo_orth", "clip_cov")
 REWARD_ONLY = [
-    name for name in cp.methods() if name not in NEED_A_STEP and setup(name).is_reward_only
+    name
+    for name in cp.methods()
+    if name not in NEED_A_STEP and setup(name).method.reads_rewards_only
 ]
 
 

@@ -20,7 +20,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 import counterpoise as cp
-from counterpoise.catalogue import presets
+from counterpoise.catalogue import registry
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl.method import agg_mode
 from helpers.loss_cases import assert_close, random_rows
@@ -281,7 +281,7 @@ def test_every_method_either_trains_or_says_why():
 
 def test_a_term_that_reads_a_reference_is_refused(monkeypatch):
     made = dataclasses.replace(cp.method("dapo", loss=["clipped", "kl"]), name="with_kl_in_verl")
-    monkeypatch.setitem(presets._registered, "with_kl_in_verl", made)
+    monkeypatch.setitem(registry._registered, "with_kl_in_verl", made)
     from counterpoise.hosts.verl.loss import policy_loss
 
     one = torch.ones(1, 1)
@@ -293,15 +293,15 @@ def test_registered_methods_of_ones_own_train(monkeypatch):
     made = dataclasses.replace(
         cp.method("dapo", loss={"clip_high": math.inf}), name="unclipped_in_verl"
     )
-    monkeypatch.setitem(presets._registered, "unclipped_in_verl", made)
+    monkeypatch.setitem(registry._registered, "unclipped_in_verl", made)
     register()
     logp_NT, rows = random_rows(seed=1, spread=0.6)
     wide = SAME["dapo"][1] | {"clip_ratio_high": 1e9}
     assert_same(
         run("counterpoise/unclipped_in_verl", logp_NT, rows), run("vanilla", logp_NT, rows, **wide)
     )
-    for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
-        monkeypatch.delitem(registry, "counterpoise/unclipped_in_verl")
+    for table in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
+        monkeypatch.delitem(table, "counterpoise/unclipped_in_verl")
 
 
 @pytest.mark.filterwarnings("default")

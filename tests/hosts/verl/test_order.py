@@ -141,8 +141,8 @@ def test_reward_balanced_leaves_constant_prompts_out(queue_of):
     assert [sum(key in fillers for key in update) for update in updates] == [4, 4]
     assert metrics["counterpoise/plan/rows_left_out"] == 8
     assert (
-        metrics["counterpoise/plan/positive_frac_lowest"]
-        == metrics["counterpoise/plan/positive_frac_highest"]
+        metrics["counterpoise/plan/positive_frac_min"]
+        == metrics["counterpoise/plan/positive_frac_max"]
         == 0.5
     )
 

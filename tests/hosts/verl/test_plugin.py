@@ -18,7 +18,8 @@ pytest.importorskip(
 )
 
 import counterpoise as cp
-from counterpoise.hosts.verl import register as host
+from counterpoise.hosts.verl import registry as host
+from counterpoise.hosts.verl.selftest import check_credit
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 
@@ -195,9 +196,9 @@ def test_credit_reaches_verls_loss(monkeypatch):
     from verl.trainer.ppo import core_algos
 
     host.register()
-    host.check_verl()
+    check_credit()
     monkeypatch.setattr(
         core_algos, "agg_loss", lambda loss_mat, loss_mask, loss_agg_mode: loss_mat.sum()
     )
     with pytest.raises(ValueError, match="credit does not reach verl's loss"):
-        host.check_verl()
+        check_credit()

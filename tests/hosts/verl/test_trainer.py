@@ -21,8 +21,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync
 
 import counterpoise as cp
 from counterpoise.hosts.verl import register
-from counterpoise.hosts.verl.checks import check_config, mode_of
-from counterpoise.hosts.verl.method import check_version
+from counterpoise.hosts.verl.checks import check_config, check_version, mode_of
 from counterpoise.hosts.verl.trainer import CreditSync
 from helpers.verl.cases import (
     Queue,
@@ -345,9 +344,9 @@ def test_a_credit_rule_that_reads_the_reference_asks_for_it():
 
 
 def test_one_optimizer_step_a_batch_is_warned_about():
-    with pytest.warns(UserWarning, match="one update a batch"):
+    with pytest.warns(UserWarning, match="one update per batch"):
         check_config(config(counterpoise={"plan": "query_preserved"}, mini=4, train=4), "sync")
-    with pytest.warns(UserWarning, match="one update a batch"):
+    with pytest.warns(UserWarning, match="one update per batch"):
         check_config(
             config(counterpoise={"plan": "query_preserved"}, mini=2, train=8), "separate_async"
         )

@@ -24,7 +24,6 @@ pytest.importorskip(
 )
 
 import counterpoise as cp
-from counterpoise.hosts.verl.method import whole_method
 from helpers.verl.cases import optimizer_steps
 from helpers.verl.page import overrides
 from helpers.verl.tiny_verl import make_model_and_data, model_with
@@ -215,10 +214,10 @@ def assert_same_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None
 def test_the_pages_command_trains_as_the_core_does(folder):
     metrics = trained(folder)
     expected, credits = replayed(
-        folder, cp.method("ktae", plan="query_preserved"), whole_method("ktae")
+        folder, cp.method("ktae", plan="query_preserved"), cp.method("ktae")
     )
     assert_same_weights(folder, expected)
-    uniform, _ = replayed(folder, cp.method("grpo"), whole_method("ktae"))
+    uniform, _ = replayed(folder, cp.method("grpo"), cp.method("ktae"))
     assert max((value - uniform[name]).abs().max() for name, value in expected.items()) > 1e-3
     for logged, credit in zip(metrics, credits, strict=True):
         assert logged["counterpoise/plan/prompts_split_frac"] == 0
@@ -237,7 +236,7 @@ def test_state_entropies_and_rows_left_out(folder):
         "actor_rollout_ref.actor.policy_loss.loss_mode": "counterpoise/fade",
     }
     metrics = trained(folder, **changed)
-    expected, credits = replayed(folder, cp.method("fade"), whole_method("fade"))
+    expected, credits = replayed(folder, cp.method("fade"), cp.method("fade"))
     assert_same_weights(folder, expected)
     assert sum(logged["counterpoise/plan/rows_left_out"] for logged in metrics) > 0
     saved = json.loads((folder / "checkpoints" / "global_step_2" / "counterpoise.json").read_text())

@@ -36,8 +36,8 @@ class CreditGRPOConfig(GRPOConfig):
 
     All fields of ``GRPOConfig`` stay; ``docs/hosts/trl.md`` says which a method sets for you.
 
-    >>> CreditGRPOConfig(output_dir="x", method="delta", bf16=False, use_cpu=True, report_to=[]).epsilon_high
-    0.28
+    >>> CreditGRPOConfig("out", method="delta", bf16=False, use_cpu=True, report_to=[]).delta
+    10.0
     """
 
     method: str = field(
@@ -91,7 +91,7 @@ class CreditGRPOConfig(GRPOConfig):
         default=0,
         metadata={
             "help": (
-                "Account for the updates of every n-th generation, token by token, in"
+                "Account for the updates of every n-th batch (generation), token by token, in"
                 " output_dir/counterpoise. 0 is never."
             )
         },
@@ -107,8 +107,7 @@ class CreditGRPOConfig(GRPOConfig):
         check_axes(self.ledger_decompose)
         if self.ledger_every < 0:
             raise ValueError(
-                "ledger_every: expected 0 (never) or a number of generations, got"
-                f" {self.ledger_every}."
+                f"ledger_every: expected 0 (never) or a number of batches, got {self.ledger_every}."
             )
         for name, value in self.setup().trl_fields.items():
             self._set(name, value)
@@ -122,7 +121,7 @@ class CreditGRPOConfig(GRPOConfig):
         how = {"own_advantage": self.method_advantage, "own_loss": self.method_loss}
         return setup(self.method, axes, **how, loss_type=self.loss_type)
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         if getattr(self, name) not in (value, _default(name)):
             warnings.warn(
                 f"{name}={getattr(self, name)!r} is not used: method {self.method!r} sets it to"
@@ -133,11 +132,11 @@ class CreditGRPOConfig(GRPOConfig):
         setattr(self, name, value)
 
     def _warn_unused(self) -> None:
-        """Settings of TRL that the method replaces without a setting of TRL's that says the same."""
-        made = self.setup()
+        """Settings of TRL that the method replaces, where no other of TRL's says the same."""
+        setup = self.setup()
         names = [
-            *(LOSS_FIELDS[1:] if made.has_own_loss else ()),
-            *(ADVANTAGE_FIELDS if made.has_own_advantage else ()),
+            *(LOSS_FIELDS[1:] if setup.has_own_loss else ()),
+            *(ADVANTAGE_FIELDS if setup.has_own_advantage else ()),
         ]
         for name in names:
             if getattr(self, name) != _default(name):
@@ -149,12 +148,12 @@ class CreditGRPOConfig(GRPOConfig):
                 warnings.warn(message, stacklevel=4)
 
     def _trl_post_init(self) -> None:
-        """TRL wants two rollouts a prompt; methods that do not compare the rollouts of a prompt
+        """TRL wants two rollouts per prompt; methods that do not compare the rollouts of a prompt
         work with one.
         """
         if self.num_generations != 1 or self.method == "uniform" or not self.method_advantage:
             return super().__post_init__()
-        _check_alone(self.setup())
+        self.setup().method.check_group_size(1, "num_generations is 1.")
         updates = self.steps_per_generation or self.gradient_accumulation_steps
         sizes = (
             self.per_device_train_batch_size,
@@ -171,32 +170,22 @@ class CreditGRPOConfig(GRPOConfig):
         return None
 
 
-def _check_alone(made: Setup) -> None:
-    """A group estimator on groups of one raises its own error, which names the estimators that
-    work.
-    """
-    import torch
-
-    made.method.advantage(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
-
-
-def _mapping(name: str, value: Any, may_be_name: bool = False) -> Any:
+def _mapping(name: str, value: dict[str, Any] | str | None, may_be_name: bool = False) -> Any:
     """A mapping from the command line's string; for a plan also a bare name."""
     if not isinstance(value, str):
         return value
     try:
-        found = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ValueError(
             f"{name}: not JSON or YAML: {value!r} ({str(error).splitlines()[0]})."
         ) from None
-    if isinstance(found, dict) or (may_be_name and isinstance(found, str)):
-        return found
+    if isinstance(parsed, dict) or (may_be_name and isinstance(parsed, str)):
+        return parsed
     raise ValueError(
         f"{name}: expected a mapping{' or a name' if may_be_name else ''}, got {value!r}."
     )
 
 
 def _default(name: str) -> Any:
-    found = {f.name: f for f in dataclasses.fields(GRPOConfig)}[name]
-    return found.default
+    return {f.name: f.default for f in dataclasses.fields(GRPOConfig)}[name]

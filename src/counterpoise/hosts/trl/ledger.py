@@ -1,11 +1,10 @@
-"""The ledger inside TRL: what each update of a chosen generation did to every token, as
-files and as TRL's metrics.
+"""The ledger inside TRL: what each update of a chosen batch did to every token, as files and as
+TRL's metrics.
 
-A token's coefficient is read off the loss that was trained on, whosever it is: minus its derivative
-by the token's log-prob. The ledger only
-looks: training with and without it is equal bit for bit. Where the model is sharded (FSDP,
-    DeepSpeed) a single process cannot score it before
-and after a batch; then the columns of the loss alone are kept.
+A token's coefficient is read off the loss that was trained on, TRL's or ours: minus its derivative
+by the token's log-prob. The ledger only looks: training with and without it is equal bit for bit.
+Where the model is sharded (FSDP, DeepSpeed) a single process cannot score it before and after an
+update; then the columns of the loss alone are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,11 +29,14 @@ from counterpoise.maths.reduce import masked_mean
 from counterpoise.run.files import append_json, batch_file, write_json, write_table
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.trainer import CreditMixin
+
 log = logging.getLogger("counterpoise.ledger")
 
 
 class LossBook(Book):
-    """The book of a sharded model: what the loss used, without the log-probs after the batch."""
+    """The book of a sharded model: what the loss used, without the log-probs after the update."""
 
     def before(self) -> None:
         """Nothing to keep."""
@@ -56,13 +58,13 @@ class LossBook(Book):
 
 
 class Ledger(TrainerCallback):
-    """Watches the updates of every n-th generation.
+    """Watches the updates of every n-th batch.
 
     Files are in ``output_dir/counterpoise``, the layout of a run folder.
     """
 
-    def __init__(self, trainer: Any, made: Setup) -> None:
-        self.trainer, self.made = trainer, made
+    def __init__(self, trainer: CreditMixin, setup: Setup) -> None:
+        self.trainer, self.setup = trainer, setup
         self.folder = Path(trainer.args.output_dir) / "counterpoise"
         self.book: Book | None = None
         self._is_open = False
@@ -74,27 +76,25 @@ class Ledger(TrainerCallback):
     def is_sharded(self) -> bool:
         return bool(self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
 
-    def is_due(self, generation: int) -> bool:
+    def is_due(self, batch_number: int) -> bool:
         every = self.trainer.args.ledger_every
-        return bool(every) and generation % every == 0
+        return bool(every) and batch_number % every == 0
 
     def open(
         self,
-        generation: int,
+        batch_number: int,
         batch: TokenBatch,
         credit: Credit,
         columns: dict[str, Any],
         metrics: dict[str, float],
     ) -> None:
-        """Before the first update of a generation, on every process; the main one keeps the
-        book.
-        """
-        self._is_open, self._num_done, self._generation = True, 0, generation
+        """Before the first update of a batch, on every process; the main one keeps the book."""
+        self._is_open, self._num_updates, self._number = True, 0, batch_number
         self._batch, self._credit, self._metrics, self._columns = batch, credit, metrics, columns
         if not self.trainer.accelerator.is_main_process:
             return
         trainer = self.trainer
-        create_folder(self.folder, trainer, self.made)
+        create_folder(self.folder, trainer, self.setup)
         prompt_ids = [
             row[keep.bool()].tolist()
             for row, keep in zip(columns["prompt_ids"].cpu(), columns["prompt_mask"].cpu())
@@ -108,12 +108,12 @@ class Ledger(TrainerCallback):
         model = trainer.accelerator.unwrap_model(trainer.model)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.book = kind(model, optimizer, batch, prompt_ids, credit, self._texts, settings)
-        table = rollout_table(generation, trainer.processing_class, prompt_ids, batch, credit)
-        write_table(batch_file(self.folder, "rollouts", generation, ".parquet"), table)
+        table = rollout_table(batch_number, trainer.processing_class, prompt_ids, batch, credit)
+        write_table(batch_file(self.folder, "rollouts", batch_number, ".parquet"), table)
 
-    def write_plan(self, generation: int, plan: Plan) -> None:
+    def write_plan(self, batch_number: int, plan: Plan) -> None:
         if self.trainer.accelerator.is_main_process:
-            write_json(batch_file(self.folder, "plan", generation, ".json"), plan.manifest)
+            write_json(batch_file(self.folder, "plan", batch_number, ".json"), plan.manifest)
 
     def note(
         self, inputs: dict[str, Any], total: Tensor, logp_NT: Tensor, loss: TokenLoss | None
@@ -141,23 +141,23 @@ class Ledger(TrainerCallback):
             }
         )
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: object, **kwargs: object) -> None:
         if self._is_open:
             self._watch.close()
             with within_memory(self.book, self._give_up):
                 if self.book is not None:
                     self.book.before()
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *args: object, **kwargs: object) -> None:
         if not self._is_open:
             return
-        row_R, coef_NT, ratio_NT = self._gathered()
+        row_R, coef_NT, ratio_NT = self._gather()
         with within_memory(self.book, self._give_up):
             if self.book is not None:
-                rows = self.made.method.rows(self._batch, self._credit, row_R)
+                rows = self.setup.method.rows(self._batch, self._credit, row_R)
                 self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
-        self._parts, self._num_done = [], self._num_done + 1
-        if self._num_done == num_updates(self.trainer):
+        self._parts, self._num_updates = [], self._num_updates + 1
+        if self._num_updates == num_updates(self.trainer):
             self.close()
 
     def close(self) -> None:
@@ -165,33 +165,33 @@ class Ledger(TrainerCallback):
         self._is_open = False
         if not self.trainer.accelerator.is_main_process:
             return
-        found = {} if self.book is None else self._numbers(self.book)
+        numbers = {} if self.book is None else self._numbers(self.book)
         batch, more = self._batch, {}
         if batch.entropy_NT is not None:
             more = {"entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT))}
         self._append(
-            self._generation, batch.reward_N, batch.length_N, {**more, **self._metrics, **found}
+            self._number, batch.reward_N, batch.length_N, {**more, **self._metrics, **numbers}
         )
         self.book = None
 
     def _numbers(self, book: Book) -> dict[str, float]:
         write_table(
-            batch_file(self.folder, "tokens", self._generation, ".parquet"),
-            book.table(self._generation),
+            batch_file(self.folder, "tokens", self._number, ".parquet"),
+            book.table(self._number),
         )
-        found = {f"ledger/{name}": value for name, value in book.summary().items()}
-        for name, value in found.items():
+        numbers = {f"ledger/{name}": value for name, value in book.summary().items()}
+        for name, value in numbers.items():
             self.trainer._metrics["train"][name].append(value)
         for note in book.notes:
             log.warning("ledger: %s", note)
-        return found
+        return numbers
 
     def _give_up(self, why: str) -> None:
         self.book = None
         log.warning("ledger: %s", why)
 
-    def skim(self, generation: int, output: dict[str, Any], metrics: dict[str, float]) -> None:
-        """A generation that is not accounted for: its numbers alone, so that curves of the run
+    def skim(self, batch_number: int, output: dict[str, Any], metrics: dict[str, float]) -> None:
+        """A batch that is not accounted for: its numbers alone, so that curves of the run
         folder have no holes.
         """
         if not self.trainer.args.ledger_every:
@@ -199,30 +199,30 @@ class Ledger(TrainerCallback):
         gather = self.trainer.accelerator.gather
         reward_N, length_N = gather(output["cp_reward"]), gather(loss_mask(output).sum(1))
         if self.trainer.accelerator.is_main_process:
-            self._append(generation, reward_N, length_N, metrics)
+            self._append(batch_number, reward_N, length_N, metrics)
 
     def _append(
-        self, generation: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]
+        self, batch_number: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]
     ) -> None:
-        create_folder(self.folder, self.trainer, self.made)
+        create_folder(self.folder, self.trainer, self.setup)
         numbers = {
             "reward/mean": float(reward_N.mean()),
             "rollouts/num": len(reward_N),
             "rollouts/length": float(length_N.float().mean()),
             "optimizer/lr": self.trainer._get_learning_rate(),
         }
-        append_json(self.folder / "metrics.jsonl", {"batch": generation, **numbers, **metrics})
+        append_json(self.folder / "metrics.jsonl", {"batch": batch_number, **numbers, **metrics})
 
-    def _gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _gather(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the batch, coefficients, ratios: of all processes, fillers left out."""
-        accelerator, found = self.trainer.accelerator, []
+        accelerator, columns = self.trainer.accelerator, []
         for name in ("row", "coef", "ratio"):
             value = torch.cat([part[name] for part in self._parts]).contiguous()
             if value.ndim > 1 and accelerator.num_processes > 1:
                 value = accelerator.pad_across_processes(value, dim=1)
-            found.append(accelerator.gather(value))
-        is_real_R = found[0] >= 0
-        return found[0][is_real_R], found[1][is_real_R], found[2][is_real_R]
+            columns.append(accelerator.gather(value))
+        is_real_R = columns[0] >= 0
+        return columns[0][is_real_R], columns[1][is_real_R], columns[2][is_real_R]
 
     def _clip_factor(self) -> float:
         limit = self.trainer.args.max_grad_norm

@@ -3,25 +3,33 @@
 TRL's ``_compute_loss`` runs with advantages of 0: it gives the forward, its metrics, and the terms
 beside the policy loss (KL, entropy bonus, router loss). The policy loss is ours: ``sum loss_NT *
 scale_NT``, scale known for the whole update over all processes. Gradients are averaged over
-processes, hence the factor."""
+processes, hence the factor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import UpdateRows, in_plan_order, mask_rows
-from counterpoise.hosts.trl.scoring import SCORE, record_calls
+from counterpoise.hosts.trl.scoring import SCORE, record_calls, score_policy
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.types import Rows, TokenLoss
 
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.trainer import CreditMixin
+
 
 def own_loss(
-    trainer: Any, made: Setup, trl_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]
+    trainer: CreditMixin,
+    setup: Setup,
+    trl_loss: Callable[[nn.Module, dict[str, Any]], Tensor],
+    model: nn.Module,
+    inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor, TokenLoss]:
     """The loss of a micro-batch, the log-probs behind it, and the loss of each token."""
     without = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
@@ -29,7 +37,7 @@ def own_loss(
         rest = trl_loss(model, without)
     logp_NT = results[-1][0]
     rows = micro_rows(inputs, logp_NT)
-    loss = correct_loss(made.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
+    loss = correct_loss(setup.method.loss(logp_NT, rows), inputs.get("importance_sampling_ratio"))
     total = (loss.loss_NT * rows.scale_NT).sum() * trainer.accelerator.num_processes
     _log(trainer, rows, loss)
     return rest + total.to(rest.dtype), logp_NT, loss
@@ -44,20 +52,20 @@ def micro_rows(inputs: dict[str, Any], logp_NT: Tensor) -> Rows:
 
 
 def correct_loss(loss: TokenLoss, ratio_N1: Tensor | None) -> TokenLoss:
-    """TRL's correction for a sampler apart (vLLM), a token's or a rollout's factor: as in TRL it
-    multiplies the loss of each token.
+    """The loss times TRL's correction for a sampler apart (vLLM), a factor per token or per
+    rollout, as in TRL.
     """
     if ratio_N1 is None:
         return loss
     return loss._replace(loss_NT=loss.loss_NT * ratio_N1, coef_NT=loss.coef_NT * ratio_N1)
 
 
-def prepare_update(trainer: Any, made: Setup, updates: list[UpdateRows]) -> None:
-    """Before the first micro-batch of a update: what the loss must know of all its rows, from one
+def prepare_update(trainer: CreditMixin, setup: Setup, updates: list[UpdateRows]) -> None:
+    """Before the first micro-batch of an update: what the loss must know of all its rows, from one
     forward without gradient.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if not made.method.needs_update_logp or trainer._step % args.gradient_accumulation_steps:
+    if not setup.method.needs_update_logp or trainer._step % args.gradient_accumulation_steps:
         return
     number = trainer._step % args.steps_per_generation // args.gradient_accumulation_steps
     first = number * args.gradient_accumulation_steps
@@ -77,27 +85,22 @@ def prepare_update(trainer: Any, made: Setup, updates: list[UpdateRows]) -> None
     )
     sampler_CT = accelerator.gather(before_NT.contiguous()) if len(before_NT) else logp_CT
     rows = update.rows._replace(sampler_logp_NT=in_plan_order(sampler_CT, update.slot_WGB).float())
-    rows = made.method.prepare(in_plan_order(logp_CT, update.slot_WGB).float(), rows)
+    rows = setup.method.prepare(in_plan_order(logp_CT, update.slot_WGB).float(), rows)
     for micro, slot_B in zip(micros, update.slot_WGB[accelerator.process_index]):
         slot_B = slot_B.to(rows.row_R.device)
         micro["cp_rows"] = mask_rows(rows.select(slot_B.clamp(min=0)), slot_B >= 0)
 
 
-def _logp(trainer: Any, micro: dict[str, Any], is_unchanged: bool) -> Tensor:
-    """Log-probs of the policy as it is now; just after a generation they are those that TRL scored
-    then.
+def _logp(trainer: CreditMixin, micro: dict[str, Any], is_unchanged: bool) -> Tensor:
+    """Log-probs of the policy as it is now; before the first update of a batch they are those that
+    TRL scored when it generated.
     """
     if is_unchanged and "old_per_token_logps" in micro:
         return micro["old_per_token_logps"]
-    ids = torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1)
-    attended = torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1)
-    with torch.no_grad():
-        return getattr(trainer, SCORE)(
-            trainer.model, ids, attended, micro["completion_ids"].shape[1]
-        )[0]
+    return score_policy(trainer, micro)[0]
 
 
-def _log(trainer: Any, rows: Rows, loss: TokenLoss) -> None:
+def _log(trainer: CreditMixin, rows: Rows, loss: TokenLoss) -> None:
     """Numbers of this process's micro-batch, in TRL's own metrics."""
     metrics = trainer._metrics["train"]
     metrics["credit/clipped_frac"].append(float(masked_mean(loss.clipped_NT.float(), rows.mask_NT)))

@@ -1,13 +1,16 @@
 """The plan instead of TRL's shuffle: which rows each micro-batch of each process holds.
 
-A generation is ``steps_per_generation`` micro-batches a process; ``gradient_accumulation_steps`` of
-them make an update. The plan decides which rows share a update, over all processes; within a
-update rows are dealt evenly over processes and micro-batches, and micro-batches are filled up to one
-size with rows that are masked out (no credit, no loss, no count)."""
+A batch (TRL: a generation) is ``steps_per_generation`` micro-batches per process;
+``gradient_accumulation_steps`` of them make an update. The plan decides which rows share an update,
+over all processes. Within an update rows are dealt evenly over processes and micro-batches, and
+micro-batches are filled up to one size with rows that are masked out (no credit, no loss, no
+count).
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,9 @@ from counterpoise.hosts.trl.batch import loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.plans import manifest, random_rows
 from counterpoise.types import Credit, Plan, Rows, TokenBatch
+
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.trainer import CreditMixin
 
 # TRL's loss types that give each row of a micro-batch the same weight; the others weigh tokens
 ROW_MEANS = ("grpo", "sapo", "dr_grpo", "luspo")
@@ -35,18 +41,30 @@ class UpdateRows(NamedTuple):
     slot_WGB: Tensor
 
 
-def num_updates(trainer: Any) -> int:
-    """Updates of one generation (of one pass over it)."""
+def num_updates(trainer: CreditMixin) -> int:
+    """Updates of one batch (of one pass over it)."""
     return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
 
 
-def make_plan(
-    made: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
+def check_room(plan: Plan, batch: TokenBatch) -> None:
+    """Updates that are far larger than TRL's would be a surprise for the memory."""
+    room = batch.num_rollouts // len(plan)
+    largest = max(len(row_R) for row_R in plan)
+    if largest > room:
+        warnings.warn(
+            f"the plan's largest update has {largest} rows where TRL's has {room}: its"
+            " micro-batches are larger.",
+            stacklevel=2,
+        )
+
+
+def deal_updates(
+    setup: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
 ) -> list[UpdateRows]:
     """Every update of the plan, dealt over processes and micro-batches."""
     return [
         UpdateRows(
-            made.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro)
+            setup.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro)
         )
         for row_R in plan
     ]
@@ -65,9 +83,9 @@ def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
     return slot_CB.reshape(num_processes, num_micro, -1)
 
 
-def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
-    """What TRL's own shuffle did, as a plan to audit; None where updates and generations do
-    not line up.
+def trl_plan(trainer: CreditMixin, batch: TokenBatch, batch_number: int) -> Plan | None:
+    """What TRL's own shuffle did, as a plan to audit; None where updates and batches do not line
+    up.
     """
     per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
     if per % gas:
@@ -79,20 +97,16 @@ def trls_plan(trainer: Any, batch: TokenBatch, generation: int) -> Plan | None:
         .cpu()
     )
     updates = [row_WSR[:, update].flatten().sort().values for update in range(per // gas)]
-    facts = {
-        "plan": {"name": random_rows.name},
-        "seed": trainer.args.seed,
-        "update": generation,
-    }
+    facts = {"plan": {"name": random_rows.name}, "seed": trainer.args.seed, "batch": batch_number}
     return Plan(tuple(updates), manifest(updates, batch.group_N.cpu()) | facts)
 
 
 def micro_batches(
-    trainer: Any, columns: dict[str, Any], updates: list[UpdateRows]
+    trainer: CreditMixin, columns: dict[str, Any], updates: list[UpdateRows]
 ) -> list[dict[str, Any]]:
-    """This process's share of the generation, in the form of TRL's buffer."""
-    kept_R = torch.cat([update.rows.row_R for update in updates])
-    num_items = loss_mask(columns)[kept_R].sum()
+    """This process's share of the batch, in the form of TRL's buffer."""
+    row_R = torch.cat([update.rows.row_R for update in updates])
+    num_items = loss_mask(columns)[row_R].sum()
     rank, out = trainer.accelerator.process_index, []
     for update in updates:
         factor = (
@@ -101,14 +115,14 @@ def micro_batches(
             else 1.0
         )
         for slot_B in update.slot_WGB[rank]:
-            micro = _picked(columns, update, slot_B, factor)
+            micro = _micro_batch(columns, update, slot_B, factor)
             if "num_items_in_batch" in micro:
                 micro["num_items_in_batch"] = num_items.to(micro["num_items_in_batch"])
             out.append(micro)
     return out
 
 
-def _picked(
+def _micro_batch(
     columns: dict[str, Any], update: UpdateRows, slot_B: Tensor, factor: float
 ) -> dict[str, Any]:
     slot_B = slot_B.to(update.rows.row_R.device)

@@ -2,23 +2,27 @@
 head.
 
 TRL does not hand these out, and since 1.15 no logits exist. So its method is watched while it runs:
-``record_calls`` puts a recorder in front of a bound method for the time of a block and takes it away
-again; the method itself runs unchanged and nothing of it is copied."""
+``record_calls`` puts a recorder in front of a bound method for the time of a block, and takes it
+away again. The method itself runs unchanged and nothing of it is copied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.trainer import CreditMixin
 
 SCORE = "_get_per_token_logps_and_entropies"
 REWARDS = "_calculate_rewards"
 
 
-class Scored(NamedTuple):
+class Scores(NamedTuple):
     """One scoring forward of the policy; columns that were not asked for are None."""
 
     logp_NT: Tensor
@@ -28,7 +32,7 @@ class Scored(NamedTuple):
 
 @contextmanager
 def record_calls(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    owner: object, name: str, wrap: Callable[[Callable], Callable] | None = None
 ) -> Iterator[list[Any]]:
     """Results of the calls of ``owner.name`` inside the block; ``wrap`` may put something around
     the method.
@@ -36,7 +40,7 @@ def record_calls(
     original, was_shadowed, results = getattr(owner, name), name in vars(owner), []
     method = wrap(original) if wrap else original
 
-    def recorder(*args: Any, **kwargs: Any) -> Any:
+    def recorder(*args: object, **kwargs: object) -> object:
         results.append(method(*args, **kwargs))
         return results[-1]
 
@@ -51,19 +55,19 @@ def record_calls(
 
 
 @contextmanager
-def record_scores(trainer: Any, *, entropy: bool, hidden: bool) -> Iterator[list[Scored]]:
+def record_scores(trainer: CreditMixin, *, entropy: bool, hidden: bool) -> Iterator[list[Scores]]:
     """The scoring forwards of a block, with entropies and hidden states if asked for."""
-    found: list[Scored] = []
+    scores: list[Scores] = []
 
-    def wrap(score: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(
-            model: Any,
+    def wrap(score: Callable) -> Callable:
+        def watch(
+            model: nn.Module,
             input_ids: Tensor,
             attention_mask: Tensor,
             logits_to_keep: int,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
+            *args: object,
+            **kwargs: object,
+        ) -> tuple[Tensor, ...]:
             if model is not trainer.model:  # the reference
                 return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             if entropy:
@@ -72,21 +76,21 @@ def record_scores(trainer: Any, *, entropy: bool, hidden: bool) -> Iterator[list
                 hidden_states(backbone_of(trainer), logits_to_keep) if hidden else nullcontext([])
             ) as parts:
                 out = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-            found.append(Scored(out[0], out[1], torch.cat(parts) if parts else None))
+            scores.append(Scores(out[0], out[1], torch.cat(parts) if parts else None))
             return out
 
-        return watched
+        return watch
 
     with record_calls(trainer, SCORE, wrap):
-        yield found
+        yield scores
 
 
 @contextmanager
 def hidden_states(backbone: nn.Module, num_tokens: int) -> Iterator[list[Tensor]]:
-    """The hidden states behind the last ``num_tokens`` predictions, one tensor [B, T, D] a forward."""
+    """The hidden states behind the last ``num_tokens`` predictions, [B, T, D] per forward."""
     parts: list[Tensor] = []
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(module: nn.Module, args: tuple, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
         parts.append(hidden[:, -num_tokens - 1 : -1].detach())
 
@@ -97,10 +101,15 @@ def hidden_states(backbone: nn.Module, num_tokens: int) -> Iterator[list[Tensor]
         handle.remove()
 
 
-def backbone_of(trainer: Any) -> nn.Module:
-    """The decoder below the LM head; an error where there is none to reach."""
+def plain_model(trainer: CreditMixin) -> nn.Module:
+    """The model without what accelerate and PEFT put around it."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone_of(trainer: CreditMixin) -> nn.Module:
+    """The decoder below the LM head; an error where there is none to reach."""
+    model = plain_model(trainer)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if not isinstance(decoder, nn.Module) or decoder is model:
         raise ValueError(
@@ -112,11 +121,21 @@ def backbone_of(trainer: Any) -> nn.Module:
     return decoder
 
 
-def score_again(trainer: Any, output: dict[str, Any], *, entropy: bool, hidden: bool) -> Scored:
-    """Score the completions of a generation once more, in TRL's batches and by TRL's forward."""
-    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-    attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-    width, rows = output["completion_ids"].shape[1], trainer.args.per_device_train_batch_size
-    with torch.no_grad(), record_scores(trainer, entropy=entropy, hidden=hidden) as found:
-        getattr(trainer, SCORE)(trainer.model, ids, attended, width, batch_size=rows)
-    return found[-1]
+def score_policy(
+    trainer: CreditMixin, rows: dict[str, Any], batch_size: int | None = None
+) -> tuple[Tensor, ...]:
+    """TRL's forward over prompts and completions, without a gradient."""
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+    attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+    width = rows["completion_ids"].shape[1]
+    with torch.no_grad():
+        return getattr(trainer, SCORE)(trainer.model, ids, attended, width, batch_size=batch_size)
+
+
+def score_again(
+    trainer: CreditMixin, output: dict[str, Any], *, entropy: bool, hidden: bool
+) -> Scores:
+    """Score the completions of a batch once more, in TRL's micro-batches and by TRL's forward."""
+    with record_scores(trainer, entropy=entropy, hidden=hidden) as scores:
+        score_policy(trainer, output, trainer.args.per_device_train_batch_size)
+    return scores[-1]

@@ -7,14 +7,17 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
 from counterpoise.hosts.trl.scoring import SCORE, record_calls
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 WORDS = tuple(f"w{k}" for k in range(12))
 CPU = {
@@ -52,7 +55,7 @@ def probe() -> Probe:
     """
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _offline():
         warnings.simplefilter("ignore")
-        trainer = _Watched(
+        trainer = _Watch(
             model=tiny_model(),
             reward_funcs=_every_second,
             args=CreditGRPOConfig(
@@ -78,13 +81,13 @@ def probe() -> Probe:
     )
 
 
-class _Watched(CreditGRPOTrainer):
+class _Watch(CreditGRPOTrainer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.micros: list[Micro] = []
         self.rows: list[list[int]] = []
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         with record_calls(self, SCORE) as results:
             loss = super()._compute_loss(model, inputs)
         (grad_NT,) = torch.autograd.grad(loss, results[-1][0], retain_graph=True)
@@ -104,20 +107,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Twelve words, a stop and a padding token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.WordLevel(
             {word: k for k, word in enumerate(["<pad>", "<eos>", *WORDS])}, unk_token="<pad>"
         )
     )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
 
 
-def tiny_model(seed: int = 0, **changes: Any) -> Any:
+def tiny_model(seed: int = 0, **changes: float) -> LlamaForCausalLM:
     """A Llama of two layers and 16 dimensions whose distributions are neither flat nor certain."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     sizes: dict[str, Any] = {
         "vocab_size": len(WORDS) + 2,
@@ -133,16 +136,16 @@ def tiny_model(seed: int = 0, **changes: Any) -> Any:
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
 
 
-def _prompts() -> Any:
+def _prompts() -> Dataset:
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [f"w{k} w{k + 1}" for k in range(8)]})
 
 
-def _every_second(completions: list[str], **kwargs: Any) -> list[float]:
+def _every_second(completions: list[str], **kwargs: object) -> list[float]:
     return [float(k % 2) for k in range(len(completions))]
 
 
@@ -153,7 +156,7 @@ class _offline:
         self._was = os.environ.get("HF_HUB_OFFLINE")
         os.environ["HF_HUB_OFFLINE"] = "1"
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._was is None:
             del os.environ["HF_HUB_OFFLINE"]
         else:

@@ -1,13 +1,16 @@
-"""What a method carries from generation to generation (FADE's running means, the count of
-generations), in TRL's checkpoints.
+"""What a method carries from batch to batch (FADE's running means, the number of batches), in TRL's
+checkpoints.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.trainer import CreditMixin
 
 
 class CreditState(TrainerCallback, ExportableState):
@@ -15,25 +18,33 @@ class CreditState(TrainerCallback, ExportableState):
 
     A resumed run reads it whether or not ``restore_callback_states_from_checkpoint`` is set: a
     controller that starts anew would change the training. TRL generates anew when it resumes
-    between the updates of one generation; that counts as a generation."""
+    between the updates of one batch; that counts as a batch.
+    """
 
     def __init__(self) -> None:
-        self.generation = 0
+        self.num_batches = 0
         self.method_state: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         return {
             "args": {},
-            "attributes": {"generation": self.generation, "method_state": self.method_state},
+            "attributes": {"num_batches": self.num_batches, "method_state": self.method_state},
         }
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
-        for name, value in (saved or {}).get("attributes", {}).items():
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        callbacks: Any = state.stateful_callbacks or {}
+        saved = callbacks.get(type(self).__name__) or {}
+        for name, value in saved.get("attributes", {}).items():
             setattr(self, name, value)
 
 
-def credit_state(trainer: Any) -> CreditState:
+def credit_state(trainer: CreditMixin) -> CreditState:
     """The trainer's; looked up each time, because a resuming Trainer puts new callbacks in place of
     the old ones.
     """

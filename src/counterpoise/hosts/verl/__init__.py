@@ -2,6 +2,6 @@
 says what is there.
 """
 
-from counterpoise.hosts.verl.register import Registration, check_verl, register, registration
+from counterpoise.hosts.verl.registry import Registration, register, registration
 
-__all__ = ["Registration", "check_verl", "register", "registration"]
+__all__ = ["Registration", "register", "registration"]

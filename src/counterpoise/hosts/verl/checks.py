@@ -1,21 +1,51 @@
-"""What counterpoise cannot do with a verl configuration, said in one line before any worker starts."""
+"""What counterpoise cannot do inside verl, said in one line before any worker starts."""
+
+# verl lives in an environment of its own
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 from counterpoise.errors import nearest
-from counterpoise.hosts.verl.estimators import settings_of
-from counterpoise.hosts.verl.loss import check_method
 from counterpoise.hosts.verl.method import (
     MODES,
     PREFIX,
     Setup,
-    sequence_trouble,
+    loss_method,
+    refuse,
+    settings_of,
     setup,
     trainer_trouble,
 )
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from verl.workers.config import ActorConfig
+
+SUPPORTED = "0.9.1"
+
+
+def check_version(version: str) -> None:
+    """The hooks were written for one version of verl, which changes its trainer between minor
+    versions.
+    """
+    if version != SUPPORTED:
+        raise ValueError(
+            f"counterpoise.hosts.verl works with verl {SUPPORTED}, found {version}. pip install"
+            f" 'verl=={SUPPORTED}'"
+        )
+
+
+def check_installed() -> None:
+    """One line instead of a failing import deep inside."""
+    if importlib.util.find_spec("verl") is None:
+        raise ImportError(
+            f"verl is not installed. pip install 'counterpoise[verl]' (verl {SUPPORTED}) in an"
+            " environment of its own."
+        )
 
 
 def mode_of(trainer_mode: str) -> str:
@@ -33,12 +63,13 @@ def mode_of(trainer_mode: str) -> str:
     return mode
 
 
-def check_config(config: Any, mode: str) -> tuple[Setup | None, Setup | None]:
+def check_config(config: DictConfig, mode: str) -> tuple[Setup | None, Setup | None]:
     """(credit, plan): the setups that the trainer follows, None where verl's own code is left
     alone.
 
     An estimator of verl's own (``adv_estimator=grpo``) leaves credit to verl;
-    ``algorithm.counterpoise.plan`` works beside it."""
+    ``algorithm.counterpoise.plan`` works beside it.
+    """
     name, settings = str(config.algorithm.adv_estimator), settings_of(config.algorithm)
     is_ours = name.startswith(PREFIX)
     extra = sorted(set(settings) - {"plan", "seed"})
@@ -48,22 +79,43 @@ def check_config(config: Any, mode: str) -> tuple[Setup | None, Setup | None]:
             f" adv_estimator={name}. Set algorithm.adv_estimator={PREFIX}grpo or another of its"
             " methods."
         )
-    made = setup(name.removeprefix(PREFIX) if is_ours else "grpo", settings)
+    ours = setup(name.removeprefix(PREFIX) if is_ours else "grpo", settings)
     if is_ours:
-        _check_credit(config, made)
+        _check_credit(config, ours)
     _check_loss(config)
-    trouble = sequence_trouble(config.actor_rollout_ref.actor)
-    if trouble:
-        raise ValueError(trouble)
-    if made.has_own_plan:
-        _check_plan(config, made, mode)
-    return made if is_ours else None, made if made.has_own_plan else None
+    refuse(sequence_trouble(config.actor_rollout_ref.actor))
+    if ours.has_own_plan:
+        _check_plan(config, ours, mode)
+    return ours if is_ours else None, ours if ours.has_own_plan else None
 
 
-def _check_credit(config: Any, made: Setup) -> None:
-    trouble, needs, name = trainer_trouble(made), made.method.needs, f"{PREFIX}{made.method.name}"
-    if trouble:
-        raise ValueError(trouble)
+def sequence_trouble(actor: DictConfig | ActorConfig) -> str | None:
+    """Why a loss would see parts of sequences; ``actor`` is verl's actor configuration.
+
+    Ulysses and Megatron's plain context parallelism bring the log-probs of whole sequences together
+    before the loss.
+
+    >>> sequence_trouble({"strategy": "torchtitan", "torchtitan": {"context_parallel_size": 2}})
+    'actor.torchtitan.context_parallel_size=2: each rank sees a part of every sequence, which
+    counterpoise does not support. Set it to 1.'
+    """
+    strategy = actor.get("strategy", "fsdp")
+    engine = actor.get(strategy, None) or {}
+    if strategy == "torchtitan" and engine.get("context_parallel_size", 1) > 1:
+        where, fix = f"context_parallel_size={engine.get('context_parallel_size')}", "1"
+    elif strategy == "megatron" and engine.get("dynamic_context_parallel", False):
+        where, fix = "dynamic_context_parallel=True", "False"
+    else:
+        return None
+    return (
+        f"actor.{strategy}.{where}: each rank sees a part of every sequence, which counterpoise"
+        f" does not support. Set it to {fix}."
+    )
+
+
+def _check_credit(config: DictConfig, setup: Setup) -> None:
+    refuse(trainer_trouble(setup))
+    needs, name = setup.method.needs, f"{PREFIX}{setup.method.name}"
     correction = config.algorithm.get("rollout_correction", None) or {}
     if "entropy_NT" in needs and correction.get("bypass_mode", False):
         raise ValueError(
@@ -76,19 +128,19 @@ def _check_credit(config: Any, made: Setup) -> None:
             f"{name} reads the reference's log-probs, which verl computes only with a KL term. Set"
             " actor.use_kl_loss=True (kl_loss_coef=0 keeps it out of the loss)."
         )
-    made.method.check_group_size(
+    setup.method.check_group_size(
         config.actor_rollout_ref.rollout.n, f"{name} with actor_rollout_ref.rollout.n=1:"
     )
 
 
-def _check_loss(config: Any) -> None:
+def _check_loss(config: DictConfig) -> None:
     loss_mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
     if loss_mode.startswith(PREFIX):
-        check_method(loss_mode.removeprefix(PREFIX))
+        loss_method(loss_mode.removeprefix(PREFIX))
 
 
-def _check_plan(config: Any, made: Setup, mode: str) -> None:
-    actor, planner = config.actor_rollout_ref.actor, made.method.planner
+def _check_plan(config: DictConfig, setup: Setup, mode: str) -> None:
+    actor, planner = config.actor_rollout_ref.actor, setup.method.planner
     if actor.shuffle:
         raise ValueError(
             "actor.shuffle=True shuffles the rows of every rank again after they were planned. Set"
@@ -96,13 +148,13 @@ def _check_plan(config: Any, made: Setup, mode: str) -> None:
         )
     if planner.has("drops_rollouts"):
         raise ValueError(
-            f"plan {planner} leaves out part of a prompt before verl has computed advantages. Use"
-            " one that takes whole prompts (reward_balanced: mode 'groups')."
+            f"plan {planner} leaves out part of a prompt before verl has computed advantages."
+            " Use mode 'groups' of reward_balanced, or another plan that takes whole prompts."
         )
     sync_every = config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
     if config.data.train_batch_size // sync_every <= actor.ppo_mini_batch_size:
         warnings.warn(
-            "the plan does nothing here: there is one update a batch"
+            "the plan does nothing here: there is one update per batch"
             f" ({config.data.train_batch_size // sync_every} prompts,"
             f" actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}). Lower ppo_mini_batch_size"
             " for more.",

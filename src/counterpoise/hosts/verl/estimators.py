@@ -3,7 +3,8 @@ trainer lends besides.
 
 verl calls an estimator with rewards, a mask and prompt ids. ``counterpoise.hosts.verl.trainer``
 lends it the rest of the batch (``lending``) while it runs, so that verl's own code around it (KL in
-the reward, rollout correction, writing back) stays verl's."""
+the reward, rollout correction, writing back) stays verl's.
+"""
 
 # verl lives in an environment of its own
 # pyright: reportMissingImports=false
@@ -15,15 +16,29 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.hosts.verl.method import PREFIX, Setup, estimator_trouble, setup, trainer_trouble
+from counterpoise.hosts.verl.method import (
+    PREFIX,
+    Setup,
+    estimator_trouble,
+    refuse,
+    settings_of,
+    setup,
+    trainer_trouble,
+)
 from counterpoise.types import Credit, TokenBatch
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from verl.trainer.config import AlgoConfig
+
+PromptIds = Sequence[str] | np.ndarray
 
 
 @dataclasses.dataclass
@@ -34,7 +49,7 @@ class Loan:
         columns: columns of a TokenBatch, [N, T] each; ``mask_NT`` is the mask before any rollout
             was rejected.
         state: the method's state after the last batch.
-        batch: verl's global step, from which random draws are derived.
+        batch_number: verl's global step, from which random draws are derived.
         credit: filled by the estimator.
     """
 
@@ -66,39 +81,37 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def advantages(
         token_level_rewards: Tensor,
         response_mask: Tensor,
-        index: Any = None,
-        config: Any = None,
-        **others: Any,
+        index: PromptIds | None = None,
+        config: DictConfig | AlgoConfig | None = None,
+        **others: object,
     ) -> tuple[Tensor, Tensor]:
-        credit_NT = credit(
-            setup(name, settings_of(config)), token_level_rewards, response_mask, index
-        )
+        ours = setup(name, settings_of(config))
+        credit_NT = credit(ours, token_level_rewards, response_mask, index)
         return credit_NT, credit_NT
 
     advantages.__name__ = advantages.__qualname__ = f"{PREFIX}{name}"
     return advantages
 
 
-def credit(made: Setup, token_level_rewards: Tensor, response_mask: Tensor, index: Any) -> Tensor:
+def credit(
+    setup: Setup, token_level_rewards: Tensor, response_mask: Tensor, index: PromptIds | None
+) -> Tensor:
     """Credit of every token of a verl batch, [N, T]; 0 where ``response_mask`` is 0.
 
     The rows that verl appends to fill up a batch are left out of every statistic.
     """
     loan = _loan.get()
-    _check(made, loan, index)
+    _check(setup, loan, index)
     uid_N = np.asarray(index, dtype=str)
     _, group_N = np.unique(uid_N, return_inverse=True)
-    is_filler_N = (
-        torch.from_numpy(np.char.startswith(uid_N, "pad")) & ~response_mask.bool().any(1).cpu()
-    )
+    group_N = torch.from_numpy(group_N.reshape(-1)).to(response_mask.device)
+    is_filler_N = torch.from_numpy(np.char.startswith(uid_N, "pad"))
+    is_filler_N &= ~response_mask.bool().any(1).cpu()
+    reward_N = token_level_rewards.sum(-1)
+    columns = loan.columns if loan and not setup.method.reads_rewards_only else _one_token(reward_N)
     row_R = (~is_filler_N).nonzero().flatten()
-    reward_N, group_N = (
-        token_level_rewards.sum(-1),
-        torch.from_numpy(group_N.reshape(-1)).to(response_mask.device),
-    )
-    columns = loan.columns if loan and not made.is_reward_only else _one_token(reward_N)
     row_R = row_R[columns["mask_NT"][row_R].any(1)]
-    out, credit_RT = _assigned(made, loan, columns, reward_N, group_N, row_R)
+    out, credit_RT = _assign(setup, loan, columns, reward_N, group_N, row_R)
     if loan is not None:
         loan.credit = out
     credit_NT = torch.zeros(response_mask.shape, dtype=credit_RT.dtype, device=response_mask.device)
@@ -106,51 +119,29 @@ def credit(made: Setup, token_level_rewards: Tensor, response_mask: Tensor, inde
     return credit_NT * response_mask
 
 
-def settings_of(config: Any) -> dict[str, Any]:
-    """The mapping under ``algorithm.counterpoise`` of verl's configuration (a DictConfig, a
-    dataclass with ``get``, a dict or None).
-    """
-    found = config.get("counterpoise", None) if config is not None else None
-    if found is None:
-        return {}
-    if isinstance(found, dict):
-        return found
-    from omegaconf import OmegaConf
-
-    plain = OmegaConf.to_container(found, resolve=True)
-    if not isinstance(plain, dict):
-        raise ValueError(
-            f"algorithm.counterpoise must be a mapping, got {plain!r}. For example"
-            " +algorithm.counterpoise.seed=1."
-        )
-    return {str(key): value for key, value in plain.items()}
-
-
-def _check(made: Setup, loan: Loan | None, index: Any) -> None:
-    trouble = trainer_trouble(made) or (estimator_trouble(made) if loan is None else None)
-    if trouble:
-        raise ValueError(trouble)
+def _check(setup: Setup, loan: Loan | None, index: PromptIds | None) -> None:
+    refuse(trainer_trouble(setup), estimator_trouble(setup) if loan is None else None)
     if index is None:
         raise ValueError(
-            f"{PREFIX}{made.method.name}: verl gave no prompt ids (`uid`), so rollouts cannot be"
+            f"{PREFIX}{setup.method.name}: verl gave no prompt ids (`uid`), so rollouts cannot be"
             " grouped."
         )
-    if made.has_own_plan and loan is None:
+    if setup.has_own_plan and loan is None:
         warnings.warn(
-            f"{PREFIX}{made.method.name}: its plan is followed by"
+            f"{PREFIX}{setup.method.name}: its plan is followed by"
             f" trainer.v1.trainer_mode={PREFIX}sync alone; here verl orders the rows.",
             stacklevel=3,
         )
 
 
 def _one_token(reward_N: Tensor) -> dict[str, Tensor]:
-    """Credit that is the same on all tokens is computed on one token a rollout."""
+    """Credit that is the same on all tokens is computed on one token per rollout."""
     one_N1 = torch.ones(len(reward_N), 1, device=reward_N.device)
     return {"token_ids_NT": one_N1.long(), "mask_NT": one_N1.bool(), "sampler_logp_NT": -one_N1}
 
 
-def _assigned(
-    made: Setup,
+def _assign(
+    setup: Setup,
     loan: Loan | None,
     columns: dict[str, Tensor],
     reward_N: Tensor,
@@ -162,8 +153,10 @@ def _assigned(
     Tool calls leave holes in the mask: the tokens are moved together, and their credit back.
     """
     order_RT = torch.argsort((~columns["mask_NT"][row_R]).byte(), dim=1, stable=True)
-    together = {name: value[row_R].gather(1, order_RT) for name, value in columns.items()}
-    batch = TokenBatch(group_N=group_N[row_R], reward_N=reward_N[row_R], **together)  # pyright: ignore[reportArgumentType]
+    together: dict[str, Any] = {
+        name: value[row_R].gather(1, order_RT) for name, value in columns.items()
+    }
+    batch = TokenBatch(group_N=group_N[row_R], reward_N=reward_N[row_R], **together)
     state, batch_number = (loan.state, loan.batch_number) if loan else (None, 0)
-    out = made.method.assign(batch, state, seed=made.seed, batch_number=batch_number)
+    out = setup.method.assign(batch, state, seed=setup.seed, batch_number=batch_number)
     return out, torch.zeros_like(out.credit_NT).scatter(1, order_RT, out.credit_NT)

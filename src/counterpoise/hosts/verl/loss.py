@@ -2,7 +2,8 @@
 
 verl's ``old_log_prob`` is what counterpoise calls the sampler's log-prob, its ``advantages`` are
 the credit. Widths of clips are those of the method, not ``actor.clip_ratio_*``; the reduction is
-``actor.loss_agg_mode``."""
+``actor.loss_agg_mode``.
+"""
 
 # verl lives in an environment of its own
 # pyright: reportMissingImports=false
@@ -13,28 +14,26 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from counterpoise.catalogue.method import Method
-from counterpoise.hosts.verl.method import (
-    PREFIX,
-    agg_mode,
-    loss_trouble,
-    sequence_trouble,
-    whole_method,
-)
+from counterpoise.hosts.verl.checks import sequence_trouble
+from counterpoise.hosts.verl.method import PREFIX, agg_mode, loss_method, refuse
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.types import Rows
+
+if TYPE_CHECKING:
+    from verl.workers.config import ActorConfig
 
 # settings of verl's actor that its own losses read and ours take from the method
 UNREAD = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
 @functools.cache
-def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
     """verl's policy loss ``counterpoise/<name>``."""
 
     def loss(
@@ -43,18 +42,16 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         advantages: Tensor,
         response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
-        config: Any = None,
+        config: ActorConfig | None = None,
         rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, float]]:
         from verl.trainer.ppo.core_algos import agg_loss
 
-        made, shared = check_method(name), dict(getattr(config, "global_batch_info", None) or {})
-        trouble = sequence_trouble(config) if config is not None else None
-        if trouble:
-            raise ValueError(trouble)
-        _warn_of_settings(made, loss_agg_mode, config, shared)
+        method, shared = loss_method(name), dict(getattr(config, "global_batch_info", None) or {})
+        refuse(sequence_trouble(config) if config is not None else None)
+        _warn_of_settings(method, loss_agg_mode, config, shared)
         rows = _rows(old_log_prob, advantages, response_mask)
-        out = made.loss(log_prob, rows)
+        out = method.loss(log_prob, rows)
         loss_NT = out.loss_NT if rollout_is_weights is None else out.loss_NT * rollout_is_weights
         total = agg_loss(
             loss_mat=loss_NT, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **shared
@@ -63,16 +60,6 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
 
     loss.__name__ = loss.__qualname__ = f"{PREFIX}{name}"
     return loss
-
-
-@functools.cache
-def check_method(name: str) -> Method:
-    """The method, or one line that says why verl cannot run its loss."""
-    made = whole_method(name)
-    trouble = loss_trouble(made)
-    if trouble:
-        raise ValueError(trouble)
-    return made
 
 
 def _rows(sampler_logp_NT: Tensor, credit_NT: Tensor, response_mask: Tensor) -> Rows:
@@ -93,7 +80,7 @@ def _rows(sampler_logp_NT: Tensor, credit_NT: Tensor, response_mask: Tensor) -> 
     )
 
 
-def _metrics(trainer_logp_NT: Tensor, rows: Rows, clipped_NT: Tensor) -> dict[str, Any]:
+def _metrics(trainer_logp_NT: Tensor, rows: Rows, clipped_NT: Tensor) -> dict[str, float]:
     """verl's two numbers, under its names: share of clipped tokens and mean of sampler - trainer
     log-prob.
     """
@@ -104,20 +91,21 @@ def _metrics(trainer_logp_NT: Tensor, rows: Rows, clipped_NT: Tensor) -> dict[st
 
 
 def _warn_of_settings(
-    made: Method, loss_agg_mode: str, config: Any, shared: dict[str, Any]
+    method: Method, loss_agg_mode: str, config: ActorConfig | None, shared: dict[str, Any]
 ) -> None:
-    """Say what of verl's settings is not read, or is not what the method's source uses; Python
-    shows each line once.
+    """Say which of verl's settings are not read, or are not what the method's source uses.
+
+    Python shows each line once.
     """
-    mode = agg_mode(made)
+    mode = agg_mode(method)
     if loss_agg_mode != mode:
         _warn(
-            f"{PREFIX}{made.name}: its reduction is loss_agg_mode={mode}, the actor has"
+            f"{PREFIX}{method.name}: its reduction is loss_agg_mode={mode}, the actor has"
             f" {loss_agg_mode}, which is used."
         )
     if loss_agg_mode == "seq-mean-token-sum-norm" and shared.get("loss_scale_factor") is None:
         _warn(
-            f"{PREFIX}{made.name}: without actor.loss_scale_factor verl divides by the longest"
+            f"{PREFIX}{method.name}: without actor.loss_scale_factor verl divides by the longest"
             " response of each micro-batch. Set it to data.max_response_length."
         )
     given = {
@@ -127,7 +115,7 @@ def _warn_of_settings(
     }
     if given:
         _warn(
-            f"{PREFIX}{made.name}: takes its numbers from the method {made.describe()['loss']};"
+            f"{PREFIX}{method.name}: takes its numbers from the method {method.describe()['loss']};"
             f" ignored: actor {given}. Register a method of your own to change them"
             " (counterpoise.register_method)."
         )

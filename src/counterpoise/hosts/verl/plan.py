@@ -1,11 +1,11 @@
 """The order of a verl batch: which rollouts share an update, laid out as verl cuts a batch.
 
-Rollouts go by their keys in verl's queue.
+Rollouts go by their keys in verl's queue, <prompt>_<session>_<output>.
 
 verl gives each data-parallel rank one contiguous part of the batch, and each rank cuts its part
-into contiguous mini-batches. So update k is made of the k-th piece of every rank's part:
-the order is rank by rank, in each rank step by step. Every update has the same number of rows;
-fillers (rows that verl appends, without a response token) take the places that a plan leaves free.
+into contiguous mini-batches. So update k is made of the k-th piece of every rank's part: the order
+is rank by rank, in each rank update by update. Every update has the same number of rows; fillers
+(rows that verl appends, without a response token) take the places that a plan leaves free.
 """
 
 from __future__ import annotations
@@ -16,50 +16,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.hosts.verl.method import Setup
-from counterpoise.maths.reduce import seeded_generator
-from counterpoise.plans import audit
-from counterpoise.stage import call
+from counterpoise.hosts.verl.method import PREFIX, Setup
+from counterpoise.plans.audit import plan_metrics
 from counterpoise.types import TokenBatch
 
 Updates = list[list[str]]
 
 
 class Rollouts(NamedTuple):
-    """What a plan looks at."""
+    """What a plan looks at: row k of ``batch`` has prompt, reward and length of the k-th key."""
 
     keys: list[str]
-    reward_N: Tensor
-    length_N: Tensor
-
-    @property
-    def group_N(self) -> Tensor:
-        """Numbers of the prompts, in order of first appearance; verl's keys are
-        <prompt>_<session>_<output>.
-
-        >>> Rollouts(["b_0_0", "a_0_0", "b_1_0"], torch.zeros(3), torch.ones(3)).group_N.tolist()
-        [0, 1, 0]
-        """
-        prompts = [key.rsplit("_", 2)[0] for key in self.keys]
-        number = {prompt: k for k, prompt in enumerate(dict.fromkeys(prompts))}
-        return torch.tensor([number[prompt] for prompt in prompts])
+    batch: TokenBatch
 
 
-def make_plan(made: Setup, rollouts: Rollouts, num_updates: int, update: int) -> Updates:
-    """The keys of each update; ``update`` is verl's global step, from which random draws are
-    derived.
+def rollouts(keys: list[str], reward_N: Tensor, length_N: Tensor) -> Rollouts:
+    """Rollouts by prompt, prompts numbered in order of first appearance; the tokens are left out.
+
+    >>> rollouts(["b_0_0", "a_0_0", "b_1_0"], torch.zeros(3), torch.ones(3)).batch.group_N.tolist()
+    [0, 1, 0]
     """
-    group_N, reward_N, length_N = rollouts.group_N, rollouts.reward_N, rollouts.length_N
-    generator = seeded_generator(made.seed, update, "plan")
-    rows = call(
-        made.method.planner,
-        group_N,
-        reward_N,
-        length_N,
-        num_updates=num_updates,
-        generator=generator,
+    prompts = [key.rsplit("_", 2)[0] for key in keys]
+    number = {prompt: k for k, prompt in enumerate(dict.fromkeys(prompts))}
+    length_N = length_N.clamp(min=1)
+    mask_NT = torch.arange(int(length_N.max())) < length_N[:, None]
+    batch = TokenBatch(
+        token_ids_NT=torch.zeros((), dtype=torch.long).expand(mask_NT.shape),
+        mask_NT=mask_NT,
+        group_N=torch.tensor([number[prompt] for prompt in prompts]),
+        reward_N=reward_N,
+        sampler_logp_NT=torch.zeros(()).expand(mask_NT.shape),
     )
-    return [[rollouts.keys[row] for row in row_R.tolist()] for row_R in rows]
+    return Rollouts(keys, batch)
+
+
+def plan_updates(setup: Setup, rollouts: Rollouts, num_updates: int, batch_number: int) -> Updates:
+    """The keys of each update, as the method plans."""
+    plan = setup.method.plan(rollouts.batch, num_updates, setup.seed, batch_number)
+    return [[rollouts.keys[row] for row in row_R.tolist()] for row_R in plan]
 
 
 def fill_updates(updates: Sequence[Sequence[str]], fillers: Sequence[str], size: int) -> Updates:
@@ -91,10 +85,11 @@ def by_rank(
     num_ranks: int,
     cut: Callable[[list[int], int], Sequence[Sequence[int]]],
 ) -> list[list[str]]:
-    """The keys of each rank, step by step; ``cut(workloads, num_ranks)`` shares one update out
-    evenly, as positions in it.
+    """The keys of each rank, update by update.
 
-    >>> by_rank([["a", "b"], ["c", "d"]], dict.fromkeys("abcd", 1), 2, lambda work, num_ranks: [[1], [0]])
+    ``cut(workloads, num_ranks)`` shares one update out evenly, as positions in it.
+
+    >>> by_rank([["a", "b"], ["c", "d"]], dict.fromkeys("abcd", 1), 2, lambda *_: [[1], [0]])
     [['b', 'd'], ['a', 'c']]
     """
     parts = [cut([workload[key] for key in update], num_ranks) for update in updates]
@@ -104,19 +99,9 @@ def by_rank(
     ]
 
 
-def plan_numbers(updates: Updates, rollouts: Rollouts) -> dict[str, float]:
+def metrics(updates: Updates, rollouts: Rollouts) -> dict[str, float]:
     """What of each prompt meets in one update, to log; fillers are not counted."""
-    one_N1, number = (
-        torch.ones(len(rollouts.keys), 1),
-        {key: k for k, key in enumerate(rollouts.keys)},
-    )
-    batch = TokenBatch(one_N1.long(), one_N1.bool(), rollouts.group_N, rollouts.reward_N, -one_N1)
+    number = {key: k for k, key in enumerate(rollouts.keys)}
     rows = [[number[key] for key in update if key in number] for update in updates]
-    seen = audit([torch.tensor(update) for update in rows if update], batch)
-    return {
-        "counterpoise/plan/pairs_kept": seen.pairs_kept,
-        "counterpoise/plan/prompts_split_frac": seen.prompts_split_frac,
-        "counterpoise/plan/positive_frac_lowest": min(seen.positive_frac),
-        "counterpoise/plan/positive_frac_highest": max(seen.positive_frac),
-        "counterpoise/plan/rows_left_out": float(seen.num_left_out),
-    }
+    numbers = plan_metrics([torch.tensor(row) for row in rows if row], rollouts.batch)
+    return {f"{PREFIX}{name}": value for name, value in numbers.items()}

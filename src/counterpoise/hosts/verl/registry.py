@@ -1,16 +1,18 @@
 """counterpoise inside verl 0.9.1: estimators, policy losses and trainers under
 ``counterpoise/<name>``.
 
-    algorithm.adv_estimator=counterpoise/ktae                           credit (the estimator alone, where rewards and prompts are enough)
+    algorithm.adv_estimator=counterpoise/ktae       credit; the estimator alone is enough where
+                                                    rewards and prompts are
     actor_rollout_ref.actor.policy_loss.loss_mode=counterpoise/dapo     the loss
-    trainer.v1.trainer_mode=counterpoise/sync                           credit that reads tokens, and plans
-    +algorithm.counterpoise.plan=query_preserved                        axes: advantage, credit, plan, controller; and seed
+    trainer.v1.trainer_mode=counterpoise/sync       credit that reads tokens, and plans
+    +algorithm.counterpoise.plan=query_preserved    axes: advantage, credit, plan, controller; seed
 
 verl finds them by its entry point ``verl.plugins``, in the driver and in every worker. It hides a
-plug-in that fails; ``registration`` proves it."""
+plug-in that fails; ``registration`` tells.
+"""
 
 # verl lives in an environment of its own
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ import importlib
 import importlib.metadata
 import os
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import counterpoise as cp
-from counterpoise.hosts.verl.method import MODES, PREFIX, check_installed, check_version
+from counterpoise.hosts.verl.checks import check_installed, check_version
+from counterpoise.hosts.verl.method import MODES, PREFIX
 
 ENTRY_POINTS = "verl.plugins"
 PLUGIN = "counterpoise.hosts.verl.plugin"
@@ -65,7 +69,7 @@ def registration() -> Registration:
 
     Run it in a process that has not called ``register`` itself. verl swallows what a plug-in
     raises: where names are missing the plug-in is imported once more, and what it raises becomes a
-        line of ``problems``.
+    line of ``problems``.
     """
     try:
         check_installed()
@@ -95,34 +99,7 @@ def registration() -> Registration:
     return Registration(verl.__version__, estimators, losses, trainers, problems)
 
 
-def check_verl() -> None:
-    """Prove by two rollouts of two tokens that credit reaches verl's loss; raises where it does
-    not.
-
-    Rewards 1 and 0 give the credit 1/2 and -1/2, and at ratio 1 the gradient of the mean over four
-    tokens is -credit / 4."""
-    check_installed()
-    import torch
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
-
-    mask_NT, reward_NT = torch.ones(2, 2), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    credit_NT, _ = get_adv_estimator_fn(f"{PREFIX}dr_grpo")(
-        token_level_rewards=reward_NT, response_mask=mask_NT, index=["a", "a"]
-    )
-    logp_NT = torch.full((2, 2), -1.0, requires_grad=True)
-    total, _ = get_policy_loss_fn(f"{PREFIX}dapo")(
-        logp_NT.detach(), logp_NT, credit_NT, mask_NT, loss_agg_mode="token-mean"
-    )
-    (grad_NT,) = torch.autograd.grad(total, logp_NT)
-    expected_NT = torch.tensor([[-0.125, -0.125], [0.125, 0.125]])
-    if not torch.equal(grad_NT, expected_NT):
-        raise ValueError(
-            f"credit does not reach verl's loss: its gradient is {grad_NT.tolist()}, expected"
-            f" {expected_NT.tolist()}."
-        )
-
-
-def _ours(registry: dict[str, Any]) -> list[str]:
+def _ours(registry: Iterable[str]) -> list[str]:
     return sorted(name for name in registry if name.startswith(PREFIX))
 
 

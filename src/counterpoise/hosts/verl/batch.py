@@ -1,0 +1,80 @@
+"""A batch in verl's queue: its columns as counterpoise names them, its rollouts, its fillers."""
+
+# verl lives in an environment of its own
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+
+from counterpoise.hosts.verl.plan import Rollouts, rollouts
+
+# column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where
+# verl keeps them
+FIELDS = {
+    "token_ids_NT": "responses",
+    "mask_NT": "response_mask",
+    "sampler_logp_NT": "rollout_log_probs",
+    "trainer_logp_NT": "old_log_probs",
+    "entropy_NT": "entropy",
+    "ref_logp_NT": "ref_log_prob",
+}
+
+
+def token_columns(batch: KVBatchMeta) -> dict[str, Tensor]:
+    """The batch's columns on the driver, padded; to be read before verl's rollout correction, which
+    may empty masks.
+    """
+    check_keys(batch.keys)
+    data = tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS.values())
+    ).to_padded_tensor()
+    columns = {name: data.get(field, None) for name, field in FIELDS.items()}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    columns.setdefault("sampler_logp_NT", columns["trainer_logp_NT"])
+    columns["mask_NT"] = columns["mask_NT"].bool()
+    return columns
+
+
+def graded_rollouts(batch: KVBatchMeta) -> Rollouts:
+    """What a plan looks at, without verl's fillers."""
+    length = {
+        key: tag["response_len"] for key, tag in zip(batch.keys, batch.tags) if not is_filler(tag)
+    }
+    keys = list(length)
+    check_keys(keys)
+    data = tq.kv_batch_get(
+        keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores"]
+    ).to_padded_tensor()
+    return rollouts(keys, data["rm_scores"].sum(-1).float(), torch.tensor(list(length.values())))
+
+
+def leave_out(batch: KVBatchMeta, keys: set[str], eos_token_id: int) -> KVBatchMeta:
+    """The batch with fillers in place of some rollouts; verl's queue drops these as used ones."""
+    if not keys:
+        return batch
+    tq.kv_clear(keys=sorted(keys), partition_id=batch.partition_id)
+    rest = batch.select_keys([key for key in batch.keys if key not in keys])
+    return upsample_batch_to_divisible_size(rest, len(batch), eos_token_id)
+
+
+def is_filler(tag: dict[str, Any]) -> bool:
+    """Whether verl appended the row to fill up the batch."""
+    return tag.get("is_padding", False)
+
+
+def check_keys(keys: list[str]) -> None:
+    """A session is one rollout."""
+    several = [key for key in keys if not key.endswith("_0")]
+    if several:
+        raise ValueError(
+            f"session {several[0].rsplit('_', 1)[0]} gave more than one trajectory, and credit"
+            " needs one per rollout. Let the agent loop return one output per session, or use an"
+            " estimator of verl's own."
+        )
