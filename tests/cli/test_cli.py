@@ -9,6 +9,7 @@ import pytest
 
 from counterpoise.cli import COMMANDS, dispatch, overview
 from counterpoise.cli.method_list import method_list, summaries
+from helpers.make_run import make_run
 
 SLOW = {"torch", "transformers", "pandas", "numpy", "pyarrow", "typer", "rich", "pydantic"}
 
@@ -25,7 +26,7 @@ def modules_after(code: str) -> set[str]:
     return set(result.stdout.rpartition("|")[2].split())
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], []])
+@pytest.mark.parametrize("args", [["--help"], ["--version"], [], ["methods"]])
 def test_first_contact_loads_nothing_slow(args):
     code = f"from counterpoise.cli import dispatch; dispatch({args})"
     assert not SLOW & modules_after(code)
@@ -33,6 +34,12 @@ def test_first_contact_loads_nothing_slow(args):
 
 def test_import_loads_nothing_slow():
     assert not SLOW & modules_after("import counterpoise; dir(counterpoise)")
+
+
+def test_reading_a_run_folder_needs_no_torch(tmp_path):
+    run = make_run(tmp_path / "run", num_batches=1, prompts=2, group_size=2)
+    code = f"import counterpoise as cp; run = cp.load_run({str(run)!r}); run.config; run.metrics"
+    assert not {"torch", "transformers"} & modules_after(code)
 
 
 def test_python_m_counterpoise():
