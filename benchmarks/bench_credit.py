@@ -267,7 +267,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     from counterpoise.policy import load_model
     from counterpoise.sampling import SAMPLED
     from counterpoise.tasks import task as make_task
-    from counterpoise.trainer.collect import collect
+    from counterpoise.trainer.collect import RolloutSampler, collect
     from counterpoise.trainer.config import parse_config
     from counterpoise.trainer.update import adamw, apply_update
 
@@ -296,7 +296,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     )
 
     def step() -> None:
-        collected = collect(policy, grader, plain, config, 0, 0)
+        collected = collect(plain, RolloutSampler(policy, grader, config, 0, needs=plain.needs))
         credit = plain.assign(collected.batch)
         for row_R in plain.plan(collected.batch, 4):
             apply_update(
@@ -309,10 +309,15 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
             )
 
     def sampling(method: Any) -> float:
-        return clock.median(lambda: collect(policy, grader, method, config, 0, 0))[0]
+        return clock.median(
+            lambda: collect(method, RolloutSampler(policy, grader, config, 0, needs=method.needs))
+        )[0]
 
     step_s, sample_s = clock.median(step)[0], sampling(plain)
-    collected, columns_s = collect(policy, grader, plain, config, 0, 0), {frozenset(): 0.0}
+    collected, columns_s = (
+        collect(plain, RolloutSampler(policy, grader, config, 0, needs=plain.needs)),
+        {frozenset(): 0.0},
+    )
     print(
         f"{args.share_of}: {int(collected.batch.mask_NT.sum())} response tokens, batch {step_s:.3f}"
         f" s, sampling {sample_s:.3f} s\n"

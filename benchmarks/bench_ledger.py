@@ -40,7 +40,7 @@ from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.ledger.recorder import observe
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import collect, measure_columns
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy
 from counterpoise.trainer.update import adamw, apply_update
@@ -105,7 +105,11 @@ class Bench(NamedTuple):
     ) -> Cost:
         start = self.clock()
         collected = measure_columns(
-            self.policy, method, config, collect(self.policy, task, method, config, 0, 0), None
+            self.policy,
+            method,
+            config,
+            collect(method, RolloutSampler(self.policy, task, config, 0, needs=method.needs)),
+            None,
         )
         credit = method.assign(collected.batch)
         plan = method.plan(collected.batch, config.optimizer.updates_per_batch)

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Prompt(NamedTuple):
@@ -164,10 +165,27 @@ class TokenBatch:
         )
 
 
+def stack_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """The rows of several batches, padded to the widest; of the optional columns those that all
+    have, without ``extra``.
+    """
+    width = max(batch.mask_NT.shape[1] for batch in batches)
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(TokenBatch):
+        parts = [getattr(batch, field.name) for batch in batches]
+        if field.name in ("head_VD", "max_length", "extra") or any(p is None for p in parts):
+            continue
+        if field.name.partition("_N")[2].startswith("T"):
+            parts = [pad(p, (*[0, 0] * (p.dim() - 2), 0, width - p.shape[1])) for p in parts]
+        columns[field.name] = torch.cat(parts)
+    return TokenBatch(**columns, max_length=batches[0].max_length)
+
+
 class RolloutBatch(NamedTuple):
     """A batch with everything that is known of it.
 
-    ``prompt_ids`` and ``texts`` are one a rollout, ``prompts`` one a group.
+    ``prompt_ids`` and ``texts`` are one per rollout, ``prompts`` one per group: rollout i answers
+    ``prompts[group_N[i]]``.
     """
 
     prompts: list[Prompt]
@@ -177,6 +195,66 @@ class RolloutBatch(NamedTuple):
     batch: TokenBatch
     num_grader_failures: int
     grader_messages: list[str]
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """The chosen rollouts, in that order; all prompts stay."""
+        row_R = torch.tensor(rows, dtype=torch.long, device=self.batch.mask_NT.device)
+        return self._replace(
+            prompt_ids=[self.prompt_ids[row] for row in rows],
+            texts=[self.texts[row] for row in rows],
+            stop_reason=[self.stop_reason[row] for row in rows],
+            batch=self.batch.select(row_R),
+        )
+
+    def extend(self, more: RolloutBatch) -> RolloutBatch:
+        """With further rollouts of the same prompts."""
+        return self._replace(
+            prompt_ids=self.prompt_ids + more.prompt_ids,
+            texts=self.texts + more.texts,
+            stop_reason=self.stop_reason + more.stop_reason,
+            batch=stack_batches([self.batch, more.batch]),
+            num_grader_failures=self.num_grader_failures + more.num_grader_failures,
+            grader_messages=self.grader_messages + more.grader_messages,
+        )
+
+    def join(self, more: RolloutBatch) -> RolloutBatch:
+        """With rollouts of further prompts, whose groups stay apart."""
+        shifted_N = more.batch.group_N + len(self.prompts)
+        both = self.extend(more._replace(batch=more.batch.replace(group_N=shifted_N)))
+        return both._replace(prompts=self.prompts + more.prompts)
+
+
+class Sampler(Protocol):
+    """What a trainer offers to the ``collect`` hook of a stage."""
+
+    @property
+    def success(self) -> float:
+        """A reward of at least this much is a success."""
+        ...
+
+    def more(self) -> RolloutBatch:
+        """The next prompts of the stream, sampled and graded as the batch was."""
+        ...
+
+    def answer(
+        self,
+        rollouts: RolloutBatch,
+        rows: Sequence[int],
+        prompts: Sequence[str],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        """Answers to other prompts, graded as answers to the prompts of some rollouts.
+
+        Prompt k stands in for the prompt of rollout ``rows[k]``, whose group its ``samples``
+        answers join; ``extra["source_N"]`` of the result is k. ``purpose`` seeds the draws.
+        """
+        ...
+
+    def score(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """The same rollouts with sampler log-probs and entropies under their plain prompts."""
+        ...
 
 
 class Credit(NamedTuple):

@@ -34,32 +34,65 @@ def batch(**more) -> cp.TokenBatch:
     )
 
 
-def test_an_installed_package_adds_its_method(tmp_path):
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> dict[str, str]:
+    """The environment of a process that finds the package of ``helpers/plugin``, installed by pip."""
+    folder = tmp_path_factory.mktemp("plugin")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    install += ["--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
+    subprocess.run(["cp", "-r", str(PLUGIN), str(folder / "plugin")], check=True)
+    subprocess.run([*install, str(folder / "plugin")], check=True)
+    path = os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def output_of(code: str, environment: dict[str, str]) -> str:
+    run = [sys.executable, "-c", code]
+    return subprocess.run(
+        run, capture_output=True, text=True, check=True, env=environment
+    ).stdout.strip()
+
+
+def test_an_installed_package_adds_its_method(installed):
     """pip installs a real package; another process finds its method by the entry point alone."""
-    target = tmp_path / "site"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    source = tmp_path / "plugin"
-    subprocess.run(["cp", "-r", str(PLUGIN), str(source)], check=True)
-    subprocess.run([*install, "--target", str(target), str(source)], check=True)
     code = (
         "import counterpoise as cp; m = cp.method('taste'); b = cp.TokenBatch.from_lists([[1, 2],"
         " [3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0, -2.0], [-3.0]]);"
         " print(m.assign(b).weight_NT.tolist(), cp.methods()['taste']['axes']['credit'])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    assert (
+        output_of(code, installed)
+        == "[[2.0, 1.0], [2.0, 0.0]] [{'name': 'first_tokens', 'count': 1}]"
     )
-    assert done.stdout.strip() == "[[2.0, 1.0], [2.0, 0.0]] [{'name': 'first_tokens', 'count': 1}]"
+
+
+TRAIN = """
+import json, pathlib, sys
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.loop import train
+
+def rollouts(name, **credit):
+    recipe = {
+        "run_dir": f"{sys.argv[1]}/{name}", "device": "cpu", "num_batches": 2, "trackers": [],
+        "task": {"name": "arithmetic", "difficulty": "hard"},
+        "method": {"name": name, **credit},
+        "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 48},
+        "optimizer": {"updates_per_batch": 2}, "eval": {"every": 0}, "ledger": {"every": 0},
+    }
+    assert train(parse_config(recipe)).is_finished
+    lines = pathlib.Path(recipe["run_dir"], "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["rollouts/num"] for line in lines]
+
+print(rollouts("dapo"), rollouts("retry"))
+"""
+
+
+def test_an_installed_method_samples_more(installed, tmp_path):
+    """Hard sums fail: each prompt without a success gets two more rollouts (``collect``)."""
+    code = TRAIN.replace("sys.argv[1]", repr(str(tmp_path)))
+    plain, retry = map(eval, output_of(code, installed).replace("] [", "]|[").split("|"))
+    assert plain == [16, 16]
+    assert all(num > 16 and num % 2 == 0 for num in retry)
 
 
 def test_a_broken_plugin_is_named_and_the_rest_works(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoise import credit as rules
-from counterpoise.credit.edits import edit_credit, edit_distance, nearest_correct
+from counterpoise.credit.align import edit_credit, edit_distance, nearest_correct
 from helpers import reference_credit as reference
 from helpers.credit_cases import batch_of, close, laws
 from helpers.strategies import ragged_batches

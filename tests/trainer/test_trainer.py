@@ -23,7 +23,7 @@ from counterpoise.run.environment import source_commit
 from counterpoise.run.files import read_jsonl
 from counterpoise.run.rollouts import read_rollouts, write_rollouts
 from counterpoise.tasks import task
-from counterpoise.trainer.collect import collect, measure_columns
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.update import adamw, apply_update, learning_rate
@@ -346,13 +346,10 @@ def test_corrections_join_their_groups(tmp_path):
     """IBPO's generate mode: rows are added, every added one is right, and is credited against the
     failure it corrects.
     """
-    from counterpoise.trainer.corrections import add_corrections
-
     config = parse_config(
         small(
             tmp_path,
-            method={"name": "ibpo"},
-            corrections={"samples": 4, "template": "{prompt}"},
+            method={"name": "ibpo", "credit": {"corrections": 4, "template": "{prompt}"}},
             rollouts={"prompts": 8, "group_size": 4, "max_new_tokens": 80},
         )
     )
@@ -360,8 +357,8 @@ def test_corrections_join_their_groups(tmp_path):
         load_model("bundled", dtype=torch.float32, device="cpu"),
         task(name="arithmetic"),
     )
-    before = collect(policy, arithmetic, cp.method("ibpo"), config, 0, 0)
-    after = add_corrections(policy, arithmetic, config, 0, before)
+    before = collect(cp.method("ibpo"), RolloutSampler(policy, arithmetic, config, 0))
+    after = collect(cp.method(**config.method), RolloutSampler(policy, arithmetic, config, 0))
     n = before.batch.num_rollouts
     added = after.batch.select(torch.arange(n, after.batch.num_rollouts))
     assert added.num_rollouts > 0
@@ -390,8 +387,7 @@ def test_the_buffer_fills_until_both_signs_are_there(tmp_path):
         small(
             tmp_path,
             num_batches=1,
-            method={"name": "grpo", "advantage": "signs", "plan": plan},
-            buffer={"max_rounds": 3},
+            method={"name": "grpo", "advantage": "signs", "plan": {**plan, "max_rounds": 3}},
         )
     )
     train(config)

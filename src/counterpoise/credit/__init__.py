@@ -7,11 +7,12 @@ weight. Padding is 0 in and out."""
 
 from __future__ import annotations
 
+from counterpoise.credit.align import edit_credit, edit_distance, nearest_correct
 from counterpoise.credit.association import ktae
 from counterpoise.credit.combine import keep_mass, only_negative, only_positive
 from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
-from counterpoise.credit.edits import edit_credit, edit_distance, edits, nearest_correct
+from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import spurious, top_entropy
 from counterpoise.credit.negatives import negative_token_filter
 from counterpoise.credit.overlap import conflict, shared_prefix

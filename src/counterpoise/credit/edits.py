@@ -1,104 +1,19 @@
-"""IBPO: credit on the tokens where a failed rollout and a correct one part.
-
-Token ids are aligned by Levenshtein distance (rapidfuzz).
-"""
+"""IBPO: credit on the tokens where a failed rollout and a correct one part."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_choice
+from counterpoise.credit.align import edit_credit, nearest_correct
+from counterpoise.credit.checks import check_choice, check_number
+from counterpoise.credit.corrections import TEMPLATE, add_corrections, asks_for_corrections
 from counterpoise.maths.reduce import LOCAL, Reduce, groups
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
-
-
-def _levenshtein() -> Any:
-    try:
-        from rapidfuzz.distance import Levenshtein
-    except ImportError as missing:
-        raise ImportError(
-            "The credit rule 'edits' aligns tokens with rapidfuzz: pip install"
-            " 'counterpoise[edits]'."
-        ) from missing
-    return Levenshtein
-
-
-def edit_credit(
-    failed_ids: Sequence[int],
-    corrected_ids: Sequence[int],
-    gain: float,
-    first_edits: int | None = None,
-) -> tuple[list[float], list[float]]:
-    """Credit of a failed answer and of its correction: -gain on tokens that must go, +gain on
-    tokens that must come, 0 elsewhere.
-
-    The edits are a shortest sequence of single-token deletions, insertions and substitutions that
-    turns the one into the other. Their sum is gain * (inserted - deleted) tokens, not 0.
-
-    Args:
-        failed_ids, corrected_ids: token ids.
-        gain: r(corrected) - r(failed).
-        first_edits: keep only so many edits, from the start; None keeps all.
-
-    >>> edit_credit([1, 2, 3], [1, 9, 3, 4], 1.0)
-    ([0.0, -1.0, 0.0], [0.0, 1.0, 0.0, 1.0])
-    """
-    failed, corrected = [0.0] * len(failed_ids), [0.0] * len(corrected_ids)
-    for edit in list(_levenshtein().editops(failed_ids, corrected_ids))[:first_edits]:
-        if edit.tag != "insert":
-            failed[edit.src_pos] = -float(gain)
-        if edit.tag != "delete":
-            corrected[edit.dest_pos] = float(gain)
-    return failed, corrected
-
-
-def edit_distance(one_ids: Sequence[int], other_ids: Sequence[int], worst: float = 1.0) -> float:
-    """Levenshtein distance over the longer length, in [0, 1]; 1.0 stands for anything above
-    ``worst``.
-
-    >>> edit_distance([1, 2, 3], [1, 9, 3, 4])
-    0.5
-    """
-    longest = max(len(one_ids), len(other_ids))
-    # counted in tokens: a cutoff on the share itself, compared in floats, loses distances that are
-    # equal to it
-    most = math.floor(worst * longest + 1e-9)
-    num_edits = _levenshtein().distance(one_ids, other_ids, score_cutoff=most)
-    return 1.0 if num_edits > most else num_edits / max(longest, 1)
-
-
-def nearest_correct(
-    failed_ids: Sequence[int], correct: Sequence[tuple[Sequence[int], float]]
-) -> int:
-    """The number of the correct answer nearest to a failed one, by normalised edit distance.
-
-    Ties go to the higher reward, then to the lexicographically first ids, so that the order of the
-    rollouts decides nothing.
-
-    Args:
-        failed_ids: token ids.
-        correct: (token ids, reward) of each correct answer, at least one.
-
-    >>> nearest_correct([1, 2, 3], [([7, 7], 1.0), ([1, 2, 4], 1.0)])
-    1
-    """
-    best = (2.0,)
-    for index, (ids, reward) in enumerate(correct):
-        found = (
-            edit_distance(failed_ids, ids, worst=min(best[0], 1.0)),
-            -reward,
-            tuple(ids),
-            index,
-        )
-        best = min(best, found)
-    return int(best[-1])
 
 
 class _Answer(NamedTuple):
@@ -156,7 +71,7 @@ def _pairs(
     }
 
 
-@declare(report=_pairs)
+@declare(report=_pairs, collect=add_corrections, samples_more=asks_for_corrections)
 def edits(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -164,6 +79,9 @@ def edits(
     threshold: float = 0.5,
     first_edits: int | None = None,
     serving: str = "sum",
+    corrections: int = 0,
+    edit_cost: float = 0.1,
+    template: str = TEMPLATE,
 ) -> Tensor:
     """Credit only where a failed answer and its nearest correct sibling part.
 
@@ -184,8 +102,12 @@ def edits(
         threshold: a rollout is correct when its reward is above.
         first_edits: keep only the first so many edits of each pair; None keeps all.
         serving: ``sum``, or ``mean`` over the failed rollouts that a correct one serves.
+        corrections: answers that the policy samples to correct each failed rollout (generate mode);
+            0 is the implicit mode.
+        edit_cost: price of a correction's edit distance when the best one is chosen.
+        template: prompt for a correction; {prompt}, {failed} and {reference} are filled in.
 
-    Reference: IBPO, implicit mode, arXiv 2605.16302 (also 2604.13088 v2). Reads the paper as
+    Reference: IBPO, arXiv 2605.16302 (also 2604.13088 v2). Reads the paper as
         written above; experimental.
 
     >>> batch = TokenBatch.from_lists([[1, 2, 3], [1, 9, 3, 4]], group=[0, 0], reward=[0.0, 1.0], sampler_logp=[[-1.0] * 3, [-1.0] * 4])
@@ -193,6 +115,8 @@ def edits(
     [[0.0, -1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
     """
     check_choice("edits", "serving", serving, ("sum", "mean"))
+    check_number("edits", "corrections", corrections, 0, float("inf"))
+    check_number("edits", "edit_cost", edit_cost, 0, float("inf"))
     if first_edits is not None and (not isinstance(first_edits, int) or first_edits < 1):
         raise ValueError(
             "edits: first_edits must be a whole number >= 1, or None for all edits, got"

@@ -130,7 +130,7 @@ class Observer:
         batch = self.collected.batch
         series = {
             "reward": float(batch.reward_N.mean()),
-            "accuracy": float((batch.reward_N > 0.5).float().mean()),
+            "accuracy": float((batch.reward_N >= self.config.success).float().mean()),
         }
         if batch.entropy_NT is not None:
             series["entropy"] = float(masked_mean(batch.entropy_NT, batch.mask_NT))
@@ -154,7 +154,12 @@ class Observer:
         ]
         names = [self.collected.prompts[g].id for g in batch.group_N.tolist()]
         self.state["bank"] = fill_bank(
-            bank, size, names, self.collected.prompt_ids, ids, (batch.reward_N > 0.5).tolist()
+            bank,
+            size,
+            names,
+            self.collected.prompt_ids,
+            ids,
+            (batch.reward_N >= self.config.success).tolist(),
         )
 
     def _drift(self) -> dict[str, float]:

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
 from counterpoise.stage import declare
+from counterpoise.types import RolloutBatch, Sampler
 
 MODES = ("groups", "per_query", "buffer")
+
+
+def _is_buffer(*, mode: str) -> bool:
+    return mode == "buffer"
 
 
 def _draws_rollouts(*, mode: str) -> bool:
@@ -27,7 +32,25 @@ def _keeps_prompts(*, mode: str) -> bool:
     return mode != "buffer"
 
 
-@declare(keeps_prompts_whole=_keeps_prompts, drops_rollouts=_draws_rollouts)
+def fill_buffer(
+    rollouts: RolloutBatch, sampler: Sampler, *, threshold: float, low: float, max_rounds: int
+) -> RolloutBatch:
+    """Sample round after round, the policy frozen, until the rarer sign is large enough."""
+    size = rollouts.batch.num_rollouts
+    for _ in range(max_rounds - 1):
+        num_pos = int((rollouts.batch.reward_N > threshold).sum())
+        if is_ready(num_pos, rollouts.batch.num_rollouts - num_pos, size, low=low):
+            break
+        rollouts = rollouts.join(sampler.more())
+    return rollouts
+
+
+@declare(
+    keeps_prompts_whole=_keeps_prompts,
+    drops_rollouts=_draws_rollouts,
+    collect=fill_buffer,
+    samples_more=_is_buffer,
+)
 def reward_balanced(
     group_N: Tensor,
     reward_N: Tensor,
@@ -40,6 +63,7 @@ def reward_balanced(
     low: float = 3 / 8,
     high: float = 5 / 8,
     update_size: int | None = None,
+    max_rounds: int = 10,
 ) -> list[Tensor]:
     """Updates whose share of positives lies in [low, high], as far as the mode can.
 
@@ -63,12 +87,18 @@ def reward_balanced(
         low, high: the band of the positive share.
         update_size: ``buffer`` only: rows of one update; None takes the largest for which the buffer is
             ready, all rows if that is none.
+        max_rounds: ``buffer`` only: most rounds of sampling for one batch, where the trainer lets a
+            method sample more.
 
     >>> group_N, reward_N = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 1])
     >>> [update.tolist() for update in reward_balanced(group_N, reward_N, torch.ones(9), num_updates=1)]
     [[0, 1, 2, 3, 4, 5]]
     """
     _check(mode, threshold, low, high, update_size)
+    if not isinstance(max_rounds, int) or max_rounds < 1:
+        raise ValueError(
+            f"reward_balanced: max_rounds must be an integer >= 1, got {max_rounds!r}."
+        )
     is_positive_N = reward_N.cpu() > threshold
     if mode == "buffer":
         return _buffer(is_positive_N, num_updates, update_size, low, high, generator)

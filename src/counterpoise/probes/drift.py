@@ -86,7 +86,7 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
     bank: list[Entry] = []
     for path in sorted((scene.run_dir / "rollouts").glob("batch_*.parquet")):
         if batch_of(path) <= scene.batch_number and len(bank) < size:
-            bank = extend_bank(bank, size, path)
+            bank = extend_bank(bank, size, path, scene.config.success)
     if not bank:
         raise ValueError(
             f"drift: no prompt up to batch {scene.batch_number} has two distinct verified solutions, so"
@@ -95,12 +95,13 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
     return bank
 
 
-def extend_bank(bank: list[Entry], size: int, path: Path) -> list[Entry]:
+def extend_bank(bank: list[Entry], size: int, path: Path, success: float) -> list[Entry]:
     found = read_rollouts(path)
     batch = found.batch
     ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT, batch.mask_NT)]
     names = [found.prompts[g].id for g in batch.group_N.tolist()]
-    return fill_bank(bank, size, names, found.prompt_ids, ids, (batch.reward_N > 0.5).tolist())
+    is_solved = (batch.reward_N >= success).tolist()
+    return fill_bank(bank, size, names, found.prompt_ids, ids, is_solved)
 
 
 def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:

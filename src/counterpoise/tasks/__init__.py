@@ -56,6 +56,7 @@ def task(
     name: str | Mapping[str, Any],
     *,
     reward: str | Callable[[Prompt, str], float] | None = None,
+    success: float | None = None,
     **params: Any,
 ) -> Task:
     """Build a task from its name and parameters.
@@ -66,6 +67,8 @@ def task(
             and parameters.
         reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
             own grader.
+        success: what counts as solved, a reward of at least this much; the trainer reads it from the
+            recipe (``task.success``), the task itself does not.
         params: the task's parameters.
 
     >>> task("arithmetic", difficulty="easy").terms

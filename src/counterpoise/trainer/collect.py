@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.plans import is_ready
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.sampling import SAMPLED, Rollouts, sample
-from counterpoise.tasks import grade
+from counterpoise.stage import call
+from counterpoise.tasks import Task, grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 
-def collect(
-    policy: Policy, task: Any, method: Method, config: Config, batch_number: int, start: int
-) -> RolloutBatch:
-    """Sample and grade one batch; where the plan draws from a buffer, round after round
-    until both signs are there.
-    """
-    rounds = [_round(policy, task, method, config, batch_number, start, 0)]
-    size = update_size(method, config)
-    while size and len(rounds) < config.buffer.max_rounds and not _ready(rounds, size):
-        rounds.append(_round(policy, task, method, config, batch_number, start, len(rounds)))
-    return join_batches(rounds)
+def collect(method: Method, sampler: RolloutSampler) -> RolloutBatch:
+    """Sample and grade one batch, then let the stages of the method that sample more do so."""
+    rollouts = sampler.more()
+    for stage in method.collectors:
+        assert stage.collect is not None
+        rollouts = call(stage.collect, rollouts, sampler, **stage.settings)
+    return rollouts
 
 
-def prompts_from(task: Any, split: str, seed: int, start: int, num: int) -> list[Prompt]:
+def prompts_from(task: Task, split: str, seed: int, start: int, num: int) -> list[Prompt]:
     """The next prompts of a stream; one that ends is begun again."""
     taken = list(itertools.islice(task.prompts(split, seed, start=start), num))
     if not taken:
@@ -45,7 +41,7 @@ def prompts_from(task: Any, split: str, seed: int, start: int, num: int) -> list
     return taken
 
 
-def check_prompts(policy: Policy, task: Any, config: Config) -> None:
+def check_prompts(policy: Policy, task: Task, config: Config) -> None:
     """Prompts of the first batch and of the evaluation can be read by the model: a chat template,
     the length limit, a test split.
     """
@@ -82,68 +78,11 @@ def measure_columns(
     return collected._replace(batch=batch.replace(**columns))
 
 
-def update_size(method: Method, config: Config) -> int:
-    """Rows of the whole batch if the plan draws them from a buffer, else 0."""
-    is_buffer = (
-        method.planner.name == "reward_balanced" and method.planner.params.get("mode") == "buffer"
-    )
-    return config.rollouts.prompts * config.rollouts.group_size if is_buffer else 0
-
-
 def autocast(model: torch.nn.Module) -> Any:
     """bf16 for matmuls on CUDA where the weights are float32; nothing elsewhere."""
     parameter = next(model.parameters())
     on = parameter.is_cuda and parameter.dtype == torch.float32
     return torch.autocast("cuda", torch.bfloat16) if on else nullcontext()
-
-
-def join_batches(parts: list[RolloutBatch]) -> RolloutBatch:
-    """Several batches as one; groups of different parts stay apart."""
-    if len(parts) == 1:
-        return parts[0]
-    offset = itertools.accumulate([0, *(len(part.prompts) for part in parts[:-1])])
-    groups = [part.batch.group_N + shift for part, shift in zip(parts, offset)]
-    return RolloutBatch(
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        prompt_ids=[ids for part in parts for ids in part.prompt_ids],
-        texts=[text for part in parts for text in part.texts],
-        stop_reason=[reason for part in parts for reason in part.stop_reason],
-        batch=stack_batches([part.batch for part in parts]).replace(group_N=torch.cat(groups)),
-        num_grader_failures=sum(part.num_grader_failures for part in parts),
-        grader_messages=[message for part in parts for message in part.grader_messages],
-    )
-
-
-def stack_batches(batches: list[TokenBatch]) -> TokenBatch:
-    """The rows of several batches, padded to the widest; sampled columns only, and of the optional
-    ones those that all have.
-    """
-    width = max(batch.mask_NT.shape[1] for batch in batches)
-
-    def joined_column(name: str) -> Tensor:
-        columns = [getattr(batch, name) for batch in batches]
-        return torch.cat(
-            [
-                pad(column, (*[0, 0] * (column.dim() - 2), 0, width - column.shape[1]))
-                for column in columns
-            ]
-        )
-
-    return TokenBatch(
-        token_ids_NT=joined_column("token_ids_NT"),
-        mask_NT=joined_column("mask_NT"),
-        sampler_logp_NT=joined_column("sampler_logp_NT"),
-        entropy_NT=joined_column("entropy_NT"),
-        group_N=torch.cat([batch.group_N for batch in batches]),
-        reward_N=torch.cat([batch.reward_N for batch in batches]),
-        max_length=batches[0].max_length,
-    ).replace(
-        **{
-            name: joined_column(name)
-            for name in SAMPLED
-            if all(getattr(batch, name) is not None for batch in batches)
-        }
-    )
 
 
 def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
@@ -154,62 +93,133 @@ def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
     return policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def _round(
-    policy: Policy,
-    task: Any,
-    method: Method,
-    config: Config,
-    batch_number: int,
-    start: int,
-    number: int,
-) -> RolloutBatch:
-    settings = config.rollouts
-    prompts = prompts_from(
-        task, "train", config.seed, start + number * settings.prompts, settings.prompts
-    )
-    prompt_ids = encode_prompts(
-        policy,
-        [p.text for p in prompts],
-        chat=config.chat,
-        max_prompt_tokens=settings.max_prompt_tokens,
-    )
-    with autocast(policy.model):
-        rollouts = sample(
-            policy.model,
+class RolloutSampler:
+    """Everything that is sampled for one batch: prompts of the stream in rounds, and what the
+    ``collect`` hook of a stage asks for (``types.Sampler``).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        config: Config,
+        batch_number: int,
+        *,
+        start: int = 0,
+        needs: frozenset[str] = frozenset(),
+    ) -> None:
+        self.policy, self.task, self.config = policy, task, config
+        self.batch_number, self.start, self.needs, self.num_rounds = batch_number, start, needs, 0
+
+    @property
+    def success(self) -> float:
+        return self.config.success
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts taken from the stream so far."""
+        return self.num_rounds * self.config.rollouts.prompts
+
+    def more(self) -> RolloutBatch:
+        settings, first = self.config.rollouts, self.start + self.num_prompts
+        prompts = prompts_from(self.task, "train", self.config.seed, first, settings.prompts)
+        prompt_ids = self._encode([p.text for p in prompts], settings.max_prompt_tokens)
+        rollouts = self._sample(
             prompt_ids,
+            purpose=f"rollouts/{self.num_rounds}",
             group_size=settings.group_size,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            stop_ids=policy.stop_ids,
-            pad_id=policy.tokenizer.pad_token_id,
-            seed=derived_seed(config.seed, batch_number, f"rollouts/{number}"),
             max_rows=settings.max_rows or len(prompt_ids) * settings.group_size,
-            needs=method.needs,
+            needs=self.needs,
         )
-    texts = responses(policy, rollouts)
-    graded = grade(
-        task,
-        [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)],
-        config.grader_time_limit_s,
-    )
-    batch = TokenBatch(
-        token_ids_NT=rollouts.token_ids_NT.clone(),
-        mask_NT=rollouts.mask_NT.clone(),
-        group_N=rollouts.prompt_index_N.clone(),
-        reward_N=torch.tensor(graded.reward, dtype=torch.float32, device=rollouts.mask_NT.device),
-        sampler_logp_NT=rollouts.sampler_logp_NT.clone(),
-        entropy_NT=rollouts.entropy_NT.clone(),
-        max_length=settings.max_new_tokens,
-    ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
-    row_ids = [prompt_ids[p] for p in rollouts.prompt_index_N.tolist()]
-    failures = graded.num_failed + graded.num_timed_out
-    return RolloutBatch(
-        prompts, row_ids, texts, list(rollouts.stop_reason), batch, failures, list(graded.messages)
-    )
+        self.num_rounds += 1
+        index_N = rollouts.prompt_index_N
+        row_ids = [prompt_ids[p] for p in index_N.tolist()]
+        return self._grade(rollouts, prompts, index_N.clone(), row_ids)
 
+    def answer(
+        self,
+        rollouts: RolloutBatch,
+        rows: Sequence[int],
+        prompts: Sequence[str],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        settings = self.config.rollouts
+        limit = settings.max_prompt_tokens + 2 * settings.max_new_tokens + 256
+        answers = self._sample(
+            self._encode(list(prompts), limit),
+            purpose=purpose,
+            group_size=samples,
+            max_rows=settings.max_rows or 1024,
+        )
+        source_N = answers.prompt_index_N
+        owner_N = torch.tensor(rows, device=source_N.device)[source_N]
+        row_ids = [rollouts.prompt_ids[row] for row in owner_N.tolist()]
+        group_N = rollouts.batch.group_N[owner_N]
+        graded = self._grade(answers, rollouts.prompts, group_N, row_ids)
+        return graded._replace(batch=graded.batch.replace(extra={"source_N": source_N}))
 
-def _ready(rounds: list[RolloutBatch], size: int) -> bool:
-    is_positive_N = torch.cat([part.batch.reward_N for part in rounds]) > 0.5
-    return is_ready(int(is_positive_N.sum()), int((~is_positive_N).sum()), size)
+    def score(self, rollouts: RolloutBatch) -> RolloutBatch:
+        batch = rollouts.batch
+        with autocast(self.policy.model):
+            columns = measure(
+                self.policy.model,
+                rollouts.prompt_ids,
+                batch.token_ids_NT,
+                batch.mask_NT,
+                {"trainer_logp_NT", "entropy_NT"},
+                temperature=self.config.rollouts.temperature,
+                token_budget=self.config.token_budget,
+            )
+        return rollouts._replace(
+            batch=batch.replace(
+                sampler_logp_NT=columns["trainer_logp_NT"], entropy_NT=columns["entropy_NT"]
+            )
+        )
+
+    def _encode(self, texts: list[str], limit: int) -> list[list[int]]:
+        return encode_prompts(self.policy, texts, chat=self.config.chat, max_prompt_tokens=limit)
+
+    def _sample(self, prompt_ids: list[list[int]], *, purpose: str, **settings: Any) -> Rollouts:
+        with autocast(self.policy.model):
+            return sample(
+                self.policy.model,
+                prompt_ids,
+                max_new_tokens=self.config.rollouts.max_new_tokens,
+                temperature=self.config.rollouts.temperature,
+                stop_ids=self.policy.stop_ids,
+                pad_id=self.policy.tokenizer.pad_token_id,
+                seed=derived_seed(self.config.seed, self.batch_number, purpose),
+                **settings,
+            )
+
+    def _grade(
+        self, rollouts: Rollouts, prompts: list[Prompt], group_N: Tensor, row_ids: list[list[int]]
+    ) -> RolloutBatch:
+        """Rollouts with their texts and rewards; rollout i answers ``prompts[group_N[i]]``."""
+        texts = responses(self.policy, rollouts)
+        asked = [(prompts[p], text) for p, text in zip(group_N.tolist(), texts)]
+        graded = grade(self.task, asked, self.config.grader_time_limit_s)
+        batch = TokenBatch(
+            token_ids_NT=rollouts.token_ids_NT.clone(),
+            mask_NT=rollouts.mask_NT.clone(),
+            group_N=group_N,
+            reward_N=torch.tensor(
+                graded.reward, dtype=torch.float32, device=rollouts.mask_NT.device
+            ),
+            sampler_logp_NT=rollouts.sampler_logp_NT.clone(),
+            entropy_NT=rollouts.entropy_NT.clone(),
+            max_length=self.config.rollouts.max_new_tokens,
+        ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
+        return RolloutBatch(
+            prompts=prompts,
+            prompt_ids=row_ids,
+            texts=texts,
+            stop_reason=list(rollouts.stop_reason),
+            batch=batch,
+            num_grader_failures=graded.num_failed + graded.num_timed_out,
+            grader_messages=list(graded.messages),
+        )

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from counterpoise.errors import ConfigError, nearest
 
+SUCCESS = 0.5  # a reward of at least this much is a success, unless the recipe says otherwise
+
 
 class Section(BaseModel):
     """Keys of a recipe; the string below a key is its description in the reference."""
@@ -106,31 +108,6 @@ class Lora(Section):
     """Layers that get an adapter."""
 
 
-class Buffer(Section):
-    """reward_balanced, mode buffer: sampling rounds with the policy frozen until the minority sign
-    is large enough.
-    """
-
-    max_rounds: int = Field(default=10, ge=1)
-    """Most rounds of sampling for one batch."""
-
-
-class Corrections(Section):
-    """IBPO's generate mode: the policy corrects its failed answers; ``samples`` corrections each,
-    the best verified one is kept.
-    """
-
-    samples: int = Field(default=2, ge=1)
-    """Corrections sampled per failed rollout."""
-    edit_cost: float = Field(default=0.1, ge=0)
-    """Price of a correction's edit distance when the best one is chosen."""
-    template: str = (
-        "{prompt}\n\nA wrong answer:\n{failed}\n\nA correct answer to learn"
-        " from:\n{reference}\n\nCorrected answer:\n"
-    )
-    """Prompt for a correction; {prompt}, {failed} and {reference} are filled in."""
-
-
 class Config(Section):
     """One training run; the keys are public."""
 
@@ -162,10 +139,6 @@ class Config(Section):
     """The account of what updates did to tokens."""
     lora: Lora | None = None
     """Train adapters instead of all weights; null trains all weights."""
-    buffer: Buffer = Buffer()
-    """The plan reward_balanced with mode: buffer."""
-    corrections: Corrections | None = None
-    """IBPO's generate mode; null switches it off."""
     grader_time_limit_s: float = Field(default=10.0, gt=0)
     """Seconds that grading one rollout may take; then its reward is 0."""
     checkpoint_every: int = Field(default=10, ge=0)
@@ -180,6 +153,11 @@ class Config(Section):
     """Where metrics also go: tensorboard, wandb, trackio."""
     project: str = "counterpoise"
     """Project name for wandb and trackio."""
+
+    @property
+    def success(self) -> float:
+        """A reward of at least this much is a success (``task.success``)."""
+        return float(self.task.get("success", SUCCESS))
 
     @property
     def token_budget(self) -> int:
@@ -215,6 +193,8 @@ class Config(Section):
 RENAMED = {
     "num_steps": "num_batches",
     "optimizer.steps_per_batch": "optimizer.updates_per_batch",
+    "buffer": "method.plan.max_rounds",
+    "corrections": "method.credit.corrections",
 }
 
 

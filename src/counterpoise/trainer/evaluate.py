@@ -69,7 +69,7 @@ def evaluate(
     return Evaluation(
         reward_PK=reward_PK,
         accuracy=over_prompts(reward_PK.mean(1), seed),
-        pass_at={k: pass_at_k(reward_PK > 0.5, k) for k in powers_of_two(samples)},
+        pass_at={k: pass_at_k(reward_PK >= config.success, k) for k in powers_of_two(samples)},
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
     )

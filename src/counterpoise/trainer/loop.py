@@ -26,9 +26,8 @@ from counterpoise.run.files import append_json, batch_file, read_jsonl, write_js
 from counterpoise.run.rollouts import write_rollouts
 from counterpoise.run.schema import SCHEMA_VERSION
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import check_prompts, collect, measure_columns
+from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config
-from counterpoise.trainer.corrections import add_corrections
 from counterpoise.trainer.evaluate import Evaluation, evaluate
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
@@ -81,9 +80,10 @@ def train(
         while state.batch_number < config.num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
 
-            collected = collect(policy, task, method, config, batch_number, state.num_prompts)
-            num_prompts = len(collected.prompts)
-            collected = add_corrections(policy, task, config, batch_number, collected)
+            sampler = RolloutSampler(
+                policy, task, config, batch_number, start=state.num_prompts, needs=method.needs
+            )
+            collected = collect(method, sampler)
             clock.mark("sample_s")
 
             collected = measure_columns(policy, method, config, collected, reference)
@@ -112,10 +112,12 @@ def train(
                     ledger.after(updates[-1])
             clock.mark("update_s")
 
-            state = advance(state, collected, num_prompts, credit.state, updates, ledger.state)
+            state = advance(
+                state, collected, sampler.num_prompts, credit.state, updates, ledger.state
+            )
             metrics = {
                 "batch": batch_number,
-                **batch_metrics(collected, credit, plan, updates),
+                **batch_metrics(collected, credit, plan, updates, config.success),
                 **ledger.metrics,
             }
             if config.eval.every and (

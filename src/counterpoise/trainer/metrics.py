@@ -16,24 +16,24 @@ from counterpoise.types import Credit, Plan, RolloutBatch
 
 
 def batch_metrics(
-    collected: RolloutBatch, credit: Credit, plan: Plan, updates: list[Update]
+    collected: RolloutBatch, credit: Credit, plan: Plan, updates: list[Update], success: float
 ) -> dict[str, float]:
     """Rollouts, credit, plan and updates of one batch, flat."""
     return {
-        **rollout_metrics(collected),
+        **rollout_metrics(collected, success),
         **credit.metrics,
         **plan_metrics(plan, collected.batch, credit.advantage_N),
         **update_metrics(updates),
     }
 
 
-def rollout_metrics(collected: RolloutBatch) -> dict[str, float]:
+def rollout_metrics(collected: RolloutBatch, success: float) -> dict[str, float]:
     batch = collected.batch
     assert batch.entropy_NT is not None
     is_constant_N = groups(batch.group_N).is_constant(batch.reward_N)
     return {
         "reward/mean": float(batch.reward_N.mean()),
-        "reward/solved_frac": float((batch.reward_N > 0.5).float().mean()),
+        "reward/solved_frac": float((batch.reward_N >= success).float().mean()),
         "reward/constant_group_frac": float(is_constant_N.float().mean()),
         "rollouts/num": batch.num_rollouts,
         "rollouts/length": float(batch.length_N.float().mean()),
