@@ -192,7 +192,12 @@ def ranks(tmp_path_factory):
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(folder / "store"), str(out)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+                ),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

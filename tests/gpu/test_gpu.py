@@ -61,7 +61,7 @@ def test_a_decode_step_with_kernels_equals_one_without(name, dtype):
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5)
-    weights, shape = decoder.fused(model, dtype), decoder.shape_of(model)
+    weights, shape = decoder.fuse_weights(model, dtype), decoder.shape_of(model)
     cos, sin = decoder.rotary(model, 200)
     keys, values = torch.randn(
         2, 2, 5, shape.num_kv_heads, 200, shape.head_size, device="cuda", dtype=dtype
