@@ -54,7 +54,7 @@ STAGES = {
     "residuals": ("counterpoise.ledger.book", "residuals"),
     "sharing": ("counterpoise.ledger.book", "sharing"),
     "token table": ("counterpoise.ledger.book", "token_table"),
-    "parquet": ("counterpoise.ledger.recorder", "write_table"),
+    "parquet": ("counterpoise.ledger.recorder", "write_tokens"),
     "numbers": ("counterpoise.ledger.book", "summary"),
 }
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from counterpoise.run.files import read_jsonl, write_json
+from counterpoise.run.files import write_json
+from counterpoise.run.read import read_jsonl
 from counterpoise.trainer.config import load_config
 
 # a comparison reads evaluations and metrics: nothing else is written
@@ -120,7 +121,7 @@ def close(config: Any, run_dir: Path, samples: int) -> None:
     value a prompt.
     """
     from counterpoise.policy import load_model
-    from counterpoise.run.checkpoint import checkpoints
+    from counterpoise.run.read import checkpoints
     from counterpoise.tasks import task as make_task
     from counterpoise.trainer.evaluate import evaluate
 

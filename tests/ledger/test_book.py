@@ -18,7 +18,8 @@ import counterpoise as cp
 from counterpoise.ledger import Book, Settings, book
 from counterpoise.ledger.measures.categories import name_tokens
 from counterpoise.policy import token_logp
-from counterpoise.run.files import read_jsonl, write_table
+from counterpoise.run.files import write_table
+from counterpoise.run.read import read_jsonl
 from counterpoise.run.schema import SCHEMA_VERSION, TOKEN_COLUMNS
 from counterpoise.trainer import loop
 from counterpoise.trainer.config import parse_config
@@ -125,8 +126,8 @@ def test_one_row_a_token_in_the_order_of_the_schema(booked, table):
     assert list(zip(table["rollout"], table["position"])) == [
         (n, t) for n, ids in enumerate(IDS) for t in range(len(ids))
     ]
-    assert table["token_ids"] == [token for ids in IDS for token in ids]
-    assert table["text"] == letters(table["token_ids"])
+    assert table["token_id"] == [token for ids in IDS for token in ids]
+    assert table["text"] == letters(table["token_id"])
     assert table["category"] == vowels(table["text"])
     assert set(table["batch"]) == {7}
     assert table["update"] == [0] * 8 + [1] * 6 + [None]

@@ -323,5 +323,5 @@ def test_import_command(tmp_path):
     done = command(import_, "prime-rl", tmp_path / "rank_0.jsonl", "--out", tmp_path / "run")
     assert "1 rollouts of 1 batch(es)" in done.stdout
     assert pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000000.parquet")[
-        "token_ids"
+        "token_id"
     ].tolist() == [2, 3]

@@ -7,17 +7,17 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from counterpoise.run import folder as run_folder
 from counterpoise.run.files import (
     append_json,
     batch_of,
-    read_jsonl,
     write_atomically,
     write_folder,
     write_json,
     write_table,
 )
+from counterpoise.run.read import read_jsonl
 from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.write import rewind
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path):
@@ -64,12 +64,12 @@ def test_tables_carry_the_schema_version(tmp_path):
     assert batch_of(path) == 7
 
 
-def test_rewind_forgets_what_came_at_or_after_the_step(tmp_path):
+def test_rewind_forgets_what_came_at_or_after_the_batch(tmp_path):
     for batch_number in range(4):
         append_json(tmp_path / "metrics.jsonl", {"batch": batch_number})
         append_json(tmp_path / "evals.jsonl", {"batch": batch_number})
         write_json(tmp_path / "plan" / f"batch_{batch_number:06d}.json", {})
-    run_folder.rewind(tmp_path, 2)
+    rewind(tmp_path, 2)
     assert [row["batch"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
     assert [row["batch"] for row in read_jsonl(tmp_path / "evals.jsonl")] == [0, 1, 2]
     assert sorted(file.name for file in (tmp_path / "plan").iterdir()) == [

@@ -65,7 +65,7 @@ def prime_rl_row(response, reward, advantage, **more):
 
 @pytest.fixture
 def prime_rl_dump(tmp_path):
-    folder = tmp_path / "token_exports" / "batch_3"
+    folder = tmp_path / "token_exports" / "step_3"
     folder.mkdir(parents=True)
     rows = [prime_rl_row(GOOD, 1.0, 0.7), prime_rl_row(BAD, 0.0, -0.7)]
     (folder / "rank_0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +76,7 @@ def test_prime_rl(prime_rl_dump, tokenizer, tmp_path):
     out = tmp_path / "run"
     assert import_run("prime-rl", prime_rl_dump, out, tokenizer=tokenizer) == {3: 2}
     tokens = pd.read_parquet(out / "tokens" / "batch_000003.parquet")
-    assert tokens["token_ids"].tolist() == GOOD + BAD
+    assert tokens["token_id"].tolist() == GOOD + BAD
     assert tokens["text"].tolist() == [" five", " plus", " one", " five", " six"]
     assert tokens["credit"].tolist() == [0.7] * 3 + [-0.7] * 2
     assert tokens["weight"].tolist() == [1.0] * 5
@@ -100,7 +100,7 @@ def test_tokens_outside_the_loss_stay_and_are_marked(tmp_path):
     import_run("prime-rl", tmp_path / "rank_0.jsonl", tmp_path / "run")
     tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000003.parquet")
     assert tokens["loss_mask"].tolist() == [True, False, True]
-    assert tokens["token_ids"].tolist() == GOOD
+    assert tokens["token_id"].tolist() == GOOD
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
@@ -131,7 +131,7 @@ def test_nemo_rl(tmp_path, is_wrapped):
     out = tmp_path / "run"
     assert import_run("nemo-rl", tmp_path, out) == {12: 2}
     tokens = pd.read_parquet(out / "tokens" / "batch_000012.parquet")
-    assert tokens["token_ids"].tolist() == GOOD + BAD
+    assert tokens["token_id"].tolist() == GOOD + BAD
     assert tokens["sampler_logp"].tolist() == pytest.approx([-0.2, -0.4, -0.6, -0.2, -0.4])
     assert tokens["ratio"].tolist() == pytest.approx([math.exp(-0.01)] * 5)
     assert tokens["advantage"].tolist() == [0.5] * 3 + [-0.5] * 2
@@ -224,7 +224,7 @@ def test_trl_with_a_tokenizer_messages_and_a_chosen_reward(tmp_path, tokenizer):
         rewards=["accuracy_reward"],
     )
     tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000004.parquet")
-    assert tokens["token_ids"].tolist() == [7, 8, 9, 4]
+    assert tokens["token_id"].tolist() == [7, 8, 9, 4]
     assert tokens["text"].tolist() == [" five", " plus", " one", " six"]
     assert tokens["reward"].tolist() == [1.0, 1.0, 1.0, 0.0]
     assert tokens["group"].nunique() == 1
@@ -266,7 +266,7 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
             '{"step": 1, "token_ids": [1, 2], "loss_mask": [false, true], "entropy": [0.1]}',
             "entropy must be a list of 2 values, got 1",
         ),
-        ('{"token_ids": [1], "loss_mask": [true]}', "batch must be a whole number, got None"),
+        ('{"token_ids": [1], "loss_mask": [true]}', "step must be a whole number, got None"),
         ("", "no rollouts with tokens"),
     ],
 )
@@ -274,7 +274,7 @@ def test_bad_dumps_say_where_and_what(tmp_path, text, message):
     (tmp_path / "rank_0.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         import_run("prime-rl", tmp_path, tmp_path / "run")
-    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.jsonl"]
 
 
 def test_wrong_arguments_say_what_to_do(tmp_path, prime_rl_dump):

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from counterpoise.report.page import content, render, write_report
-from counterpoise.run.read import open_run, read_columns
+from counterpoise.run.parquet import read_columns
+from counterpoise.run.read import open_run
 from counterpoise.run.tables import load_run
 from counterpoise.viewer.api import batch_info
 from counterpoise.viewer.tokens import open_batch, tokenizer_file

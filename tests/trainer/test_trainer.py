@@ -20,8 +20,9 @@ import counterpoise as cp
 from counterpoise.policy import load_model, measure
 from counterpoise.run import checkpoint
 from counterpoise.run.environment import source_commit
-from counterpoise.run.files import read_jsonl
-from counterpoise.run.rollouts import read_rollouts, write_rollouts
+from counterpoise.run.files import write_table
+from counterpoise.run.read import read_jsonl, read_rollouts
+from counterpoise.run.write import rollout_columns
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
@@ -244,7 +245,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_budget(scene, name):
 def test_rollouts_come_back_from_parquet(scene, tmp_path):
     config, _, collected = scene
     credit = cp.method("grpo").assign(collected.batch)
-    write_rollouts(tmp_path / "r.parquet", 0, collected, credit)
+    write_table(tmp_path / "r.parquet", rollout_columns(0, collected, credit))
     back = read_rollouts(tmp_path / "r.parquet", max_length=80)
     assert back.texts == collected.texts
     assert back.prompt_ids == collected.prompt_ids
@@ -258,7 +259,8 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     import pyarrow.parquet as pq
 
     _, _, collected = scene
-    write_rollouts(tmp_path / "r.parquet", 0, collected, cp.method("grpo").assign(collected.batch))
+    credit = cp.method("grpo").assign(collected.batch)
+    write_table(tmp_path / "r.parquet", rollout_columns(0, collected, credit))
     pq.write_table(
         pq.read_table(tmp_path / "r.parquet").drop_columns("sampler_logp"),
         tmp_path / "r.parquet",

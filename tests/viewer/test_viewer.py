@@ -268,7 +268,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     file = copy / "tokens" / "batch_000000.parquet"
     table = pq.read_table(file)
-    kept = ["group", "rollout", "position", "token_ids", "credit"]
+    kept = ["group", "rollout", "position", "token_id", "credit"]
     future = table.select(kept).append_column("thoughts", pa.array([[0.5]] * table.num_rows))
     pq.write_table(future.replace_schema_metadata({b"counterpoise_schema": b"99"}), file)
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
@@ -276,7 +276,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
     assert any("schema version 99" in problem for problem in found["problems"])
     assert {column["name"] for column in found["columns"]} == {
         "position",
-        "token_ids",
+        "token_id",
         "credit",
     }
     got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/credit").content, "<f8")

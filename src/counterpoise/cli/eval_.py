@@ -108,7 +108,7 @@ def _recipe(
 
 def _evaluate(name: str, recipe: Config, settings: Settings) -> Evaluation:
     from counterpoise.policy import load_model
-    from counterpoise.run.checkpoint import checkpoints
+    from counterpoise.run.read import checkpoints
     from counterpoise.tasks import task
     from counterpoise.trainer.evaluate import evaluate
     from counterpoise.trainer.loop import device_of

@@ -21,7 +21,7 @@ from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.policy import Policy, measure
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import batch_file, write_table
+from counterpoise.run.write import write_tokens
 from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.update import Update, budget_that_fits
@@ -109,10 +109,7 @@ class Observer:
         """Write the table, gather the numbers, carry the state on."""
         self._fill_bank()
         if self._book is not None:
-            write_table(
-                batch_file(self.run_dir, "tokens", self.batch_number, ".parquet"),
-                self._book.table(self.batch_number),
-            )
+            write_tokens(self.run_dir, self.batch_number, self._book.table(self.batch_number))
             self.metrics |= (
                 self._book.summary() | self._cumulative(self._book.taxes) | self._drift()
             )

@@ -1,4 +1,4 @@
-"""The token table: one row a response token, columns named in ``counterpoise.run.schema``."""
+"""The token table: one row per response token, columns named in ``counterpoise.run.schema``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "group": batch.group_N[:, None],
         "rollout": rollout_N1,
         "position": torch.arange(mask_NT.shape[1])[None],
-        "token_ids": batch.token_ids_NT,
+        "token_id": batch.token_ids_NT,
         "reward": batch.reward_N[:, None],
         "advantage": credit.advantage_N[:, None],
         "sign": credit.advantage_N.sign()[:, None].to(torch.int8),

@@ -20,7 +20,7 @@ from counterpoise.probes.output import Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
 from counterpoise.run.files import batch_of
-from counterpoise.run.rollouts import read_rollouts
+from counterpoise.run.read import batch_files, checkpoints, read_rollouts
 
 Entry = dict[str, Any]
 
@@ -51,11 +51,7 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
     """One row a prompt and checkpoint; the bank is filled from the earliest saved rollouts on."""
     bank = solution_bank(scene, size)
     model, optimizer = scene.policy.model, scene.optimizer
-    paths = [
-        path
-        for path in checkpoint.checkpoints(scene.run_dir)
-        if batch_of(path) <= scene.batch_number
-    ]
+    paths = [path for path in checkpoints(scene.run_dir) if batch_of(path) <= scene.batch_number]
     saved, out = snapshot(model, optimizer), []
     try:
         for path in paths:
@@ -84,8 +80,8 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
 def solution_bank(scene: Scene, size: int) -> list[Entry]:
     """Prompts with two distinct verified solutions among the rollouts saved up to the batch."""
     bank: list[Entry] = []
-    for path in sorted((scene.run_dir / "rollouts").glob("batch_*.parquet")):
-        if batch_of(path) <= scene.batch_number and len(bank) < size:
+    for batch_number, path in batch_files(scene.run_dir, "rollouts").items():
+        if batch_number <= scene.batch_number and len(bank) < size:
             bank = extend_bank(bank, size, path, scene.config.success)
     if not bank:
         raise ValueError(

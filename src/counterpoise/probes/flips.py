@@ -22,7 +22,7 @@ from counterpoise.probes.output import (
     mean_difference,
     means,
 )
-from counterpoise.run.files import batch_of
+from counterpoise.run.read import batch_files
 
 COLUMNS = ("batch", "group", "sign", "change", "is_flip")
 CHANGES = ("boosted", "suppressed", "unchanged")
@@ -31,7 +31,7 @@ COLOURS = {"positive": "#0072B2", "negative": "#D55E00"}
 
 def probe(run_dir: Path, batch_number: int, output: Output) -> None:
     """The trained tokens of rollouts with an advantage, of every ledgered batch up to ``batch``."""
-    files = {batch_of(path): path for path in sorted((run_dir / "tokens").glob("batch_*.parquet"))}
+    files = batch_files(run_dir, "tokens")
     if batch_number not in files:
         have = ", ".join(map(str, files)) or "none"
         raise ValueError(

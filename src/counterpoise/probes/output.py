@@ -145,16 +145,11 @@ def _shifted(frame: Frame, k: int) -> Frame:
 
 
 def columns_of(path: Path, names: tuple[str, ...]) -> Columns:
-    """Columns of a parquet file as lists; a missing one is an error that names it."""
-    import pyarrow.parquet as pq
+    """Columns of a ledger table as lists; a missing one is an error that names it."""
+    from counterpoise.run.parquet import require_columns
 
-    known = pq.read_schema(path).names
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"{path}: no column {name!r}. Train with the ledger on (ledger.every) to write it."
-            )
-    return pq.read_table(path, columns=list(names)).to_pydict()
+    advice = "Train with the ledger on (ledger.every) to write it."
+    return require_columns(path, names, advice).to_pydict()
 
 
 def means(

@@ -6,7 +6,6 @@ TRL shuffles rows (``random_rows``); verl balances lengths (``length_sorted``).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit
-from counterpoise.run.files import batch_file, batch_of
+from counterpoise.run.read import RunFolder, batch_files, open_run
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 
@@ -36,20 +35,27 @@ def audit_plans(
 
     Args:
         source: a ``rollouts/batch_*.parquet`` file, or a run folder.
-        batch: one batch of the run; all by default.
-        num_updates: updates a batch; the run's own by default, 4 for a file.
+        batch_number: one batch of the run; all by default.
+        num_updates: updates per batch; the run's own by default, 4 for a file.
         seed: of plans that draw.
     """
-    files = rollout_files(source, batch_number)
-    num_updates = num_updates or run_updates(source)
+    if not source.is_file() and not batch_files(source, "rollouts"):
+        raise ValueError(
+            f"audit: {source} is neither a rollouts file nor a run folder with"
+            " rollouts/batch_*.parquet."
+        )
+    run = None if source.is_file() else open_run(source)
+    files = {0: source} if run is None else rollout_files(run, batch_number)
+    num_updates = num_updates or run_updates(run)
     audits: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
-    for file in files:
+    for number, file in files.items():
         batch, advantage_N = read_batch(file)
-        for label, rows in plans_of(source, file, batch, num_updates, seed, problems).items():
+        plan = run.plan(number) if run else None
+        for label, rows in plans_of(plan, number, batch, num_updates, seed, problems).items():
             audits.setdefault(label, []).append(
                 {
-                    "batch": batch_of(file) if source.is_dir() else None,
+                    "batch": number if run else None,
                     **audit(rows, batch, advantage_N).as_dict(),
                 }
             )
@@ -61,54 +67,32 @@ def audit_plans(
     }
 
 
-def rollout_files(source: Path, batch_number: int | None) -> list[Path]:
-    if source.is_file():
-        return [source]
-    files = sorted((source / "rollouts").glob("batch_*.parquet"))
-    if not files:
+def rollout_files(run: RunFolder, batch_number: int | None) -> dict[int, Path]:
+    """The rollouts of one batch, or of all."""
+    files = batch_files(run.path, "rollouts")
+    if batch_number is None:
+        return files
+    if batch_number not in files:
         raise ValueError(
-            f"audit: {source} is neither a rollouts file nor a run folder with"
-            " rollouts/batch_*.parquet."
+            f"audit: {run.path} has no rollouts of batch {batch_number}; it has batches"
+            f" {min(files)} to {max(files)}."
         )
-    chosen = [file for file in files if batch_number is None or batch_of(file) == batch_number]
-    if not chosen:
-        raise ValueError(
-            f"audit: {source} has no rollouts of batch {batch_number}; it has batches {batch_of(files[0])} to"
-            f" {batch_of(files[-1])}."
-        )
-    return chosen
+    return {batch_number: files[batch_number]}
 
 
-def run_updates(source: Path) -> int:
-    """Updates a batch of the run; 4 where there is no recipe."""
-    if not (source.is_dir() and (source / "config.yaml").is_file()):
-        return 4
-    import yaml
-
-    return int(
-        ((yaml.safe_load((source / "config.yaml").read_text()) or {}).get("optimizer") or {}).get(
-            "updates_per_batch", 4
-        )
-    )
+def run_updates(run: RunFolder | None) -> int:
+    """Updates per batch of the run; 4 where there is no recipe."""
+    optimizer = run.config.get("optimizer") if run else None
+    return int((optimizer or {}).get("updates_per_batch", 4))
 
 
 def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
     """Group, reward and tokens of a rollouts file; the advantage where it is there."""
-    import pyarrow.parquet as pq
-    from pyarrow import ArrowInvalid
+    from counterpoise.run.parquet import read_columns, require_columns
 
-    try:
-        names = pq.read_schema(file).names
-    except ArrowInvalid as error:
-        raise ValueError(f"audit: {file} is not a parquet file ({error}).") from None
-    for name in NEEDED:
-        if name not in names:
-            raise ValueError(
-                f"audit: {file} has no column {name!r}. Expected one row a rollout with"
-                f" {', '.join(NEEDED)}."
-            )
-    table = pq.read_table(file, columns=[*NEEDED, *(["advantage"] if "advantage" in names else [])])
-    column = {name: table.column(name).to_pylist() for name in table.column_names}
+    advice = f"Expected one row a rollout with {', '.join(NEEDED)}."
+    require_columns(file, NEEDED, advice)
+    column = read_columns(file, (*NEEDED, "advantage")).to_pydict()
     ids = column["token_ids"]
     if not all(isinstance(row, list) for row in ids):
         raise ValueError(
@@ -125,19 +109,22 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
 
 
 def plans_of(
-    source: Path, file: Path, batch: TokenBatch, num_updates: int, seed: int, problems: list[str]
+    trained: dict[str, Any] | None,
+    batch_number: int,
+    batch: TokenBatch,
+    num_updates: int,
+    seed: int,
+    problems: list[str],
 ) -> dict[str, list[Tensor]]:
     """As trained, where the run says so, and under every plan of ours; a plan that cannot be made
     is told in ``problems``.
     """
     out: dict[str, list[Tensor]] = {}
-    kept = batch_file(source, "plan", batch_of(file), ".json") if source.is_dir() else None
-    if kept is not None and kept.is_file():
-        manifest = json.loads(kept.read_text())
-        out["as trained"] = [torch.tensor(rows, dtype=torch.long) for rows in manifest["rows"]]
+    if trained is not None:
+        out["as trained"] = [torch.tensor(rows, dtype=torch.long) for rows in trained["rows"]]
     for name, label in LABELS.items():
         try:
-            generator = seeded_generator(seed, batch_of(file) if source.is_dir() else 0, "plan")
+            generator = seeded_generator(seed, batch_number, "plan")
             out[label] = call(
                 PLANS[name],
                 batch.group_N,

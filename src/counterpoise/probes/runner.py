@@ -12,6 +12,7 @@ from counterpoise.errors import nearest
 from counterpoise.probes.output import Output, pooled_tables, write_summary
 from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
 from counterpoise.run.files import batch_of
+from counterpoise.run.read import batch_files, checkpoints
 
 
 class Probe(NamedTuple):
@@ -205,15 +206,14 @@ def check_settings(name: str, given: dict[str, Any], known: dict[str, Any]) -> d
 
 def last_batch(run_dir: Path, needs_snapshot: bool) -> int:
     """The last batch with everything that a probe reads."""
-    folder, pattern = (
-        ("checkpoints", "batch_*") if needs_snapshot else ("tokens", "batch_*.parquet")
+    folder, keys = (
+        ("checkpoints", "keep_every and save_rollouts_every")
+        if needs_snapshot
+        else ("tokens", "ledger.every")
     )
-    updates = sorted((batch_of(path) for path in (run_dir / folder).glob(pattern)), reverse=True)
+    batches = set(batch_files(run_dir, "rollouts" if needs_snapshot else "tokens"))
     if needs_snapshot:
-        updates = [
-            k for k in updates if (run_dir / "rollouts" / f"batch_{k:06d}.parquet").is_file()
-        ]
-    if not updates:
-        keys = "keep_every and save_rollouts_every" if needs_snapshot else "ledger.every"
+        batches &= {batch_of(path) for path in checkpoints(run_dir)}
+    if not batches:
         raise ValueError(f"{run_dir}: no batch to probe in {folder}/. Train with {keys}.")
-    return updates[0]
+    return max(batches)

@@ -18,8 +18,8 @@ from counterpoise.ledger import Texts, load_categories
 from counterpoise.policy import Policy
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import batch_file, batch_of
-from counterpoise.run.rollouts import read_rollouts
+from counterpoise.run.files import batch_of
+from counterpoise.run.read import batch_files, check_current, checkpoints, read_rollouts
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config
@@ -119,6 +119,7 @@ def read_config(run_dir: Path) -> Config:
             f"{run_dir}: no run here (config.yaml is missing). Give the folder that `counterpoise"
             " train` wrote."
         )
+    check_current(run_dir)
     return load_config(run_dir / "config.yaml")
 
 
@@ -127,8 +128,8 @@ def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
     there.
     """
     read_config(run_dir)
-    found = {batch_of(path): path for path in checkpoint.checkpoints(run_dir)}
-    usable = [k for k in found if batch_file(run_dir, "rollouts", k, ".parquet").is_file()]
+    found = {batch_of(path): path for path in checkpoints(run_dir)}
+    usable = [k for k in found if k in batch_files(run_dir, "rollouts")]
     if batch_number in usable:
         return found[batch_number]
     have = f"batches with both: {', '.join(map(str, usable))}" if usable else "no batch has both"
@@ -142,7 +143,7 @@ def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
 def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy) -> RolloutBatch:
     """The batch of a batch on the policy's device."""
     collected = read_rollouts(
-        batch_file(run_dir, "rollouts", batch_number, ".parquet"),
+        batch_files(run_dir, "rollouts")[batch_number],
         max_length=config.rollouts.max_new_tokens,
     )
     device = policy.model.device

@@ -1,34 +1,33 @@
 """Checkpoints: a plain Hugging Face folder with the optimizer (safetensors) and the loop's state
 (JSON) beside it. Nothing is unpickled.
 
-``checkpoints/update_K`` is the state before batch K. It is complete or absent: a folder is
-filled under another name, synced, renamed."""
+``checkpoints/batch_K`` is the state before batch K. It is complete or absent: a folder is filled
+under another name, synced, renamed."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from counterpoise.errors import ConfigError
-from counterpoise.policy.load import quiet
 from counterpoise.run.files import batch_file, batch_of, write_folder, write_json
+from counterpoise.run.read import checkpoints
 from counterpoise.run.schema import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from counterpoise.policy import Policy
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
 class LoopState(NamedTuple):
-    """What the loop carries from one batch to the next, besides weights and optimizer.
-
-    JSON.
-    """
+    """What the loop carries from one batch to the next, besides weights and optimizer; JSON."""
 
     batch_number: int = 0
     num_prompts: int = 0
@@ -41,21 +40,20 @@ class LoopState(NamedTuple):
 
 def save(
     run_dir: Path,
-    policy: Any,
+    policy: Policy,
     optimizer: torch.optim.Optimizer,
     state: LoopState,
     *,
     keep: int,
     keep_every: int,
 ) -> Path:
-    """Write ``checkpoints/update_K`` and drop older ones beyond ``keep`` (those at multiples of
+    """Write ``checkpoints/batch_K`` and drop older ones beyond ``keep`` (those at multiples of
     ``keep_every`` stay).
     """
     path = batch_file(run_dir, "checkpoints", state.batch_number, "")
 
     def fill(folder: Path) -> None:
-        with quiet():
-            policy.model.save_pretrained(folder)
+        policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         save_file(
             optimizer_tensors(optimizer) | {"torch_rng": torch.get_rng_state()},
@@ -76,16 +74,6 @@ def save(
     return path
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [
-        path
-        for path in (run_dir / "checkpoints").glob("batch_*")
-        if re.fullmatch(r"batch_\d+", path.name)
-    ]
-    return sorted((path for path in found if (path / "state.json").is_file()), key=batch_of)
-
-
 def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
     """Load weights, optimizer and RNG in place; returns the loop's state."""
     state = json.loads((path / "state.json").read_text())
@@ -101,7 +89,7 @@ def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     return LoopState(**state)
 
 
-def load_weights(path: Path, model: Any) -> None:
+def load_weights(path: Path, model: torch.nn.Module) -> None:
     """Weights of a checkpoint into a model of the same shape; adapters alone where the model has
     adapters.
     """
@@ -123,7 +111,7 @@ def load_weights(path: Path, model: Any) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Adam's state as named tensors: ``<index>.exp_avg`` and so on, in the order of the parameters."""
+    """Adam's state as named tensors, ``<index>.exp_avg`` and so on, in the parameters' order."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         f"{k}.{key}": optimizer.state[p][key].contiguous()

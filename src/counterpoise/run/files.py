@@ -1,5 +1,6 @@
-"""Files of a run folder: atomic (a reader sees the whole of a file or none of it), with the schema
-version in every table.
+"""Files that are whole or absent: written under another name, synced, renamed.
+
+Knows the run folder's file names and where a file keeps its schema version, nothing else of it.
 """
 
 from __future__ import annotations
@@ -7,11 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.schema import SCHEMA_VERSION, TABLE_VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+Columns = Mapping[str, "Sequence[Any] | np.ndarray | pa.Array"]
+Json = Mapping[str, Any] | Sequence[Any] | str | float | None
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -32,11 +40,44 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """A UTF-8 file."""
     write_atomically(path, lambda temporary: _write_utf8(temporary, text))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Json) -> None:
+    """A JSON file; a number that is not finite is an error."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_table(path: Path, columns: Columns) -> None:
+    """A parquet file from columns, with the schema version in its metadata."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(dict(columns))
+    table = table.replace_schema_metadata(
+        {**(table.schema.metadata or {}), TABLE_VERSION: str(SCHEMA_VERSION).encode()}
+    )
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+
+
+def append_json(path: Path, row: Mapping[str, Any]) -> None:
+    """One object per line with the schema version, flushed to disk; a number that is not finite
+    becomes null.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_line(row))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """A row of a jsonl file."""
+    clean = {
+        key: None if isinstance(value, float) and value - value != 0 else value
+        for key, value in row.items()
+    }
+    return json.dumps({"schema_version": SCHEMA_VERSION, **clean}, allow_nan=False) + "\n"
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
@@ -74,49 +115,15 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _write_utf8(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def append_json(path: Path, row: dict[str, Any]) -> None:
-    """One object a line, flushed to disk; a number that is not finite becomes null."""
-    clean = {
-        key: None if isinstance(value, float) and value - value != 0 else value
-        for key, value in row.items()
-    }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(clean, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file; a last line cut off by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
 def batch_file(run_dir: Path, folder: str, batch_number: int, suffix: str) -> Path:
+    """Where a batch's file lies: ``batch_file(run, "plan", 12, ".json")``."""
     return run_dir / folder / f"batch_{batch_number:06d}{suffix}"
 
 
 def batch_of(path: Path) -> int:
     """The batch a file or checkpoint belongs to."""
-    return int(path.name.split(".")[0].removeprefix("batch_"))
+    return int(path.name.split(".")[0].rpartition("_")[2])
 
 
-def write_table(path: Path, columns: dict[str, Any]) -> None:
-    """A parquet file from columns, with the schema version in its metadata."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table(columns)
-    table = table.replace_schema_metadata(
-        {**(table.schema.metadata or {}), b"counterpoise_schema": str(SCHEMA_VERSION).encode()}
-    )
-    write_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+def _write_utf8(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

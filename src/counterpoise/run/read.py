@@ -1,29 +1,44 @@
-"""Read a run folder that somebody else wrote: what is there is shown, what is missing or broken is
-named, nothing outside it is opened.
+"""The one reader of run folders: what is there is shown, what is missing or broken is named,
+nothing outside the folder is opened.
+
+Opens without torch, pandas and pyarrow; each comes with the first thing that needs it. Folders of
+version 1 read as if they were written now: files are found by ``batch_files``, names translated by
+``run.parquet`` (tables) and ``_current`` (the rest) from the lists in ``run.schema``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import yaml
 
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.files import batch_of
+from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION
 from counterpoise.text import visible
 
-BATCH_FILE = re.compile(r"batch_(\d+)\.(?:parquet|json)")
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+    from counterpoise.types import RolloutBatch
+
+T = TypeVar("T")
+Row = dict[str, Any]
+BATCH_FILE = re.compile(r"(?:batch|step)_\d+\.(?:parquet|json)")
+CHECKPOINT = re.compile(r"(?:batch|step)_\d+")
 MAX_CONFIG_BYTES = 1 << 20
 TABLES = ("rollouts", "tokens")
+READ = (  # columns that a RolloutBatch can be made again from
+    *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
+    *("token_ids", "reward", "sampler_logp", "entropy"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +49,30 @@ class RunFolder:
     """
 
     path: Path
-    config: dict[str, Any]
-    manifest: dict[str, Any]
-    metrics: pd.DataFrame
-    timing: pd.DataFrame
-    evals: list[dict[str, Any]]
+    config: Row
+    manifest: Row
+    metric_rows: list[Row]
+    timing_rows: list[Row]
+    evals: list[Row]
     problems: list[str]
-    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    kept: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    @functools.cached_property
+    def metrics(self) -> pd.DataFrame:
+        """``metrics.jsonl``: one row per batch, finite numbers only."""
+        return _numbers(self.metric_rows)
+
+    @functools.cached_property
+    def timing(self) -> pd.DataFrame:
+        """``timing.jsonl``: one row per batch, finite numbers only."""
+        return _numbers(self.timing_rows)
+
     def batches(self, folder: str) -> list[int]:
-        """Updates that have a file in ``rollouts``, ``tokens`` or ``plan``."""
+        """Batches that have a file in ``rollouts``, ``tokens`` or ``plan``."""
         return sorted(batch_files(self.path, folder))
 
     def table(
@@ -60,15 +85,13 @@ class RunFolder:
         """A batch's table, or those of ``columns`` that it has; ``equal`` keeps rows, e.g.
         ``{"group": 3}``. None if it cannot be read.
         """
+        from counterpoise.run import parquet
+
         file = batch_files(self.path, folder).get(batch)
-        if file is None:
-            return None
         try:
-            return read_columns(file, columns, equal)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            self.note(
-                f"{folder}/{file.name} cannot be read ({_first_line(error)}); it is left out."
-            )
+            return None if file is None else parquet.read_columns(file, columns, equal)
+        except parquet.BROKEN as error:
+            self.note(f"{folder}/{file.name if file else ''} {_left_out(error)}")
             return None
 
     def types(self, folder: str, batch: int) -> dict[str, pa.DataType]:
@@ -76,32 +99,30 @@ class RunFolder:
 
         Notes a schema from the future.
         """
+        from counterpoise.run import parquet
+
         file = batch_files(self.path, folder).get(batch)
         if file is None:
             return {}
         try:
-            schema = pq.read_schema(file)
-        except (pa.ArrowException, OSError) as error:
-            self.note(
-                f"{folder}/{file.name} cannot be read ({_first_line(error)}); it is left out."
-            )
+            schema = parquet.pq.read_schema(file)
+        except parquet.BROKEN as error:
+            self.note(f"{folder}/{file.name} {_left_out(error)}")
             return {}
-        self.note_version(
-            f"{folder}/{file.name}", (schema.metadata or {}).get(b"counterpoise_schema")
-        )
-        return dict(zip(schema.names, schema.types))
+        self.note_version(f"{folder}/{file.name}", parquet.table_version(schema))
+        return dict(zip(parquet.current_names(schema).values(), schema.types))
 
     def columns(self, folder: str, batch: int) -> list[str]:
         """Names of a batch's columns."""
         return list(self.types(folder, batch))
 
-    def plan(self, batch: int) -> dict[str, Any] | None:
+    def plan(self, batch: int) -> Row | None:
         """The plan of a batch as the trainer wrote it."""
         file = batch_files(self.path, "plan").get(batch)
-        found = _read_json(file, self.problems) if file else None
-        return found if isinstance(found, dict) else None
+        plan = _read_json(file, self.problems) if file else None
+        return _current(plan) if isinstance(plan, dict) else None
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, asked for once and kept: small results that several charts show."""
         if key not in self.kept:
             self.kept[key] = make()
@@ -114,15 +135,14 @@ class RunFolder:
         if visible(problem) not in self.problems:
             self.problems.append(visible(problem))
 
-    def note_version(self, where: str, version: Any) -> None:
-        """A problem if ``version`` is not the schema of this program."""
-        text = version.decode(errors="replace") if isinstance(version, bytes) else version
-        if text is None:
+    def note_version(self, where: str, version: object) -> None:
+        """A problem if this program does not know the schema ``version``."""
+        if version is None:
             self.note(f"{where} carries no schema version; it is read as version {SCHEMA_VERSION}.")
-        elif str(text) != str(SCHEMA_VERSION):
+        elif str(version) not in ("1", str(SCHEMA_VERSION)):
             self.note(
-                f"{where} has schema version {text}, this program knows {SCHEMA_VERSION}: what it"
-                " knows is shown."
+                f"{where} has schema version {version}, this program knows {SCHEMA_VERSION}: what"
+                " it knows is shown."
             )
 
 
@@ -139,17 +159,14 @@ def open_run(path: str | Path) -> RunFolder:
     if not any((path / name).exists() for name in known):
         raise ValueError(f"{str(path)!r} holds no run: none of {', '.join(known)} is there.")
     manifest = _mapping(path, "manifest.json", problems)
+    config = _mapping(path, "config.yaml", problems, needed="imported_from" not in manifest)
     run = RunFolder(
         path=path.resolve(),
-        config=_mapping(path, "config.yaml", problems, needed="imported_from" not in manifest),
+        config=_current_config(config) if manifest.get("schema_version") == 1 else config,
         manifest=manifest,
-        metrics=_numbers(path, "metrics.jsonl", problems),
-        timing=_numbers(path, "timing.jsonl", problems, needed=False),
-        evals=[
-            row
-            for row in _rows(path, "evals.jsonl", problems, needed=False)
-            if type(row.get("batch")) is int
-        ],
+        metric_rows=_batch_rows(path, "metrics.jsonl", problems),
+        timing_rows=_batch_rows(path, "timing.jsonl", problems, needed=False),
+        evals=_batch_rows(path, "evals.jsonl", problems, needed=False),
         problems=problems,
     )
     if manifest:
@@ -157,17 +174,31 @@ def open_run(path: str | Path) -> RunFolder:
     return run
 
 
+def check_current(run_dir: Path) -> None:
+    """To resume, probe or replay a run takes files of this version: else an error says what to do."""
+    if _mapping(run_dir, "manifest.json", []).get("schema_version") == 1:
+        raise ValueError(
+            f"{run_dir} was written in schema version 1: report, view, compare, audit and load_run"
+            " read it. To resume, probe or replay it, train it again, or check out the commit that"
+            " its manifest.json names."
+        )
+
+
 def batch_files(run_dir: Path, folder: str) -> dict[int, Path]:
-    """batch -> file, for files that truly lie in the run folder (a link that leads out of it is not
-    followed).
+    """batch -> file, in order, for files that truly lie in the run folder (a link that leads out of
+    it is not followed).
     """
     root = run_dir.resolve()
-    found = {}
-    for file in (root / folder).glob("batch_*"):
-        match = BATCH_FILE.fullmatch(file.name)
-        if match and is_inside(root, file):
-            found[int(match[1])] = file
-    return found
+    files = sorted((root / folder).glob("*_*"), key=lambda file: file.name, reverse=True)
+    named = [file for file in files if BATCH_FILE.fullmatch(file.name) and is_inside(root, file)]
+    return {batch_of(file): file for file in sorted(named, key=batch_of)}
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    paths = (run_dir / "checkpoints").glob("*_*")
+    named = [path for path in paths if CHECKPOINT.fullmatch(path.name)]
+    return sorted((path for path in named if (path / "state.json").is_file()), key=batch_of)
 
 
 def is_inside(root: Path, file: Path) -> bool:
@@ -176,77 +207,49 @@ def is_inside(root: Path, file: Path) -> bool:
     return real.is_relative_to(root.resolve()) and real.is_file()
 
 
-def read_columns(
-    file: Path, columns: Sequence[str] | None, equal: dict[str, int] | None = None
-) -> pa.Table:
-    """The columns that are there, filtered by equality; row groups that cannot match are skipped."""
-    parquet = pq.ParquetFile(file)
-    names = parquet.schema_arrow.names
-    wanted = [name for name in names if columns is None or name in columns or name in (equal or {})]
-    groups = [
-        g for g in range(parquet.num_row_groups) if _may_match(parquet, g, names, equal or {})
-    ]
-    table = parquet.read_row_groups(groups, columns=wanted)
-    for name, value in (equal or {}).items():
-        if name in wanted:
-            table = table.filter(pc.field(name) == value)
-    return table.select([name for name in wanted if columns is None or name in columns])
+def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
+    """A batch again, as it was when it was sampled and graded (columns that were measured are left
+    out). Loads torch.
+    """
+    from counterpoise.run import parquet
+    from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
-
-def _may_match(
-    parquet: pq.ParquetFile, row_group: int, names: list[str], equal: dict[str, int]
-) -> bool:
-    meta = parquet.metadata.row_group(row_group)
-    by_path = {
-        meta.column(c).path_in_schema: meta.column(c).statistics for c in range(meta.num_columns)
+    advice = "Take the file as counterpoise train wrote it (save_rollouts_every)."
+    table = parquet.require_columns(path, READ, advice)
+    version = parquet.table_version(table.schema)
+    if version != str(SCHEMA_VERSION):
+        raise ValueError(
+            f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the"
+            " counterpoise that wrote it."
+        )
+    column: dict[str, list[Any]] = table.to_pydict()
+    by_group = {
+        g: Prompt(i, t, a)
+        for g, i, t, a in zip(
+            column["group"], column["prompt_id"], column["prompt"], column["answer"]
+        )
     }
-    for name, value in equal.items():
-        stats = by_path.get(name)
-        if stats is not None and stats.has_min_max and not stats.min <= value <= stats.max:
-            return False
-    return True
+    batch = TokenBatch.from_lists(
+        column["token_ids"],
+        group=column["group"],
+        reward=column["reward"],
+        sampler_logp=column["sampler_logp"],
+        entropy=column["entropy"],
+        max_length=max_length,
+    )
+    prompts = [by_group[g] for g in sorted(by_group)]
+    return RolloutBatch(
+        prompts, column["prompt_ids"], column["text"], column["stop_reason"], batch, 0, []
+    )
 
 
-def _mapping(path: Path, name: str, problems: list[str], needed: bool = True) -> dict[str, Any]:
-    file = path / name
-    if not file.exists() or not is_inside(path, file):
-        problems.extend([f"{name} is missing."] if needed else [])
-        return {}
-    found = _read_yaml(file, problems) if name.endswith(".yaml") else _read_json(file, problems)
-    if found is not None and not isinstance(found, dict):
-        problems.append(f"{name} is not a mapping; it is left out.")
-    return found if isinstance(found, dict) else {}
-
-
-def _read_json(file: Path, problems: list[str]) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{file.name} cannot be read ({_first_line(error)}); it is left out.")
-        return None
-
-
-def _read_yaml(file: Path, problems: list[str]) -> Any:
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        problems.append(f"{file.name} is larger than {MAX_CONFIG_BYTES} bytes; it is left out.")
-        return None
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problems.append(f"{file.name} cannot be read ({_first_line(error)}); it is left out.")
-        return None
-
-
-def _rows(path: Path, name: str, problems: list[str], needed: bool = True) -> list[dict[str, Any]]:
-    """Objects of a jsonl file.
+def read_jsonl(path: Path, problems: list[str] | None = None) -> list[Row]:
+    """Objects of a jsonl file, under the names of this version; none if it is not there.
 
     A last line without its end is a run being written; any other broken line is a problem.
     """
-    file = path / name
-    if not file.exists() or not is_inside(path, file):
-        problems.extend([f"{name} is missing."] if needed else [])
-        return []
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    lines = text.split("\n")
     rows, broken = [], []
     for at, line in enumerate(lines):
         try:
@@ -254,20 +257,84 @@ def _rows(path: Path, name: str, problems: list[str], needed: bool = True) -> li
         except (ValueError, RecursionError):
             row = line
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append(_current(row))
         elif row is not None and at < len(lines) - 1:
             broken.append(at + 1)
-    if broken:
+    if broken and problems is not None:
         problems.append(
-            f"{name}: {len(broken)} broken line(s), first at line {broken[0]}; the others are"
+            f"{path.name}: {len(broken)} broken line(s), first at line {broken[0]}; the others are"
             " shown."
         )
     return rows
 
 
-def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) -> pd.DataFrame:
-    """One row a batch, finite numbers only; the last row of a batch wins."""
-    rows = [row for row in _rows(path, name, problems, needed) if type(row.get("batch")) is int]
+def _current(row: Mapping[str, Any]) -> Row:
+    """A row or a plan without its version, keys of version 1 under their names of now."""
+    if row.get("schema_version", 1) != 1:
+        return {key: value for key, value in row.items() if key != "schema_version"}
+    return {
+        RENAMED_COLUMNS.get(key, key): value
+        for key, value in row.items()
+        if key != "schema_version" and RENAMED_COLUMNS.get(key) not in row
+    }
+
+
+def _current_config(config: Row) -> Row:
+    """A recipe of version 1 under the keys of now."""
+    config = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in config.items()
+    }
+    for key, now in RENAMED_CONFIG_KEYS.items():
+        *section, name = key.split(".")
+        keys = config.get(section[0]) if section else config
+        if isinstance(keys, dict) and name in keys:
+            keys[now.split(".")[-1]] = keys.pop(name)
+    return config
+
+
+def _mapping(path: Path, name: str, problems: list[str], needed: bool = True) -> Row:
+    file = path / name
+    if not file.exists() or not is_inside(path, file):
+        problems.extend([f"{name} is missing."] if needed else [])
+        return {}
+    value = _read_yaml(file, problems) if name.endswith(".yaml") else _read_json(file, problems)
+    if value is not None and not isinstance(value, dict):
+        problems.append(f"{name} is not a mapping; it is left out.")
+    return value if isinstance(value, dict) else {}
+
+
+def _read_json(file: Path, problems: list[str]) -> object:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{file.name} {_left_out(error)}")
+        return None
+
+
+def _read_yaml(file: Path, problems: list[str]) -> object:
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        problems.append(f"{file.name} is larger than {MAX_CONFIG_BYTES} bytes; it is left out.")
+        return None
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problems.append(f"{file.name} {_left_out(error)}")
+        return None
+
+
+def _batch_rows(path: Path, name: str, problems: list[str], needed: bool = True) -> list[Row]:
+    """Rows of a jsonl file of the run that tell their batch."""
+    file = path / name
+    if not file.exists() or not is_inside(path, file):
+        problems.extend([f"{name} is missing."] if needed else [])
+        return []
+    return [row for row in read_jsonl(file, problems) if type(row.get("batch")) is int]
+
+
+def _numbers(rows: list[Row]) -> pd.DataFrame:
+    """One row per batch, finite numbers only; the last row of a batch wins."""
+    import pandas as pd
+
     frame = pd.DataFrame(rows)
     if frame.empty:
         return pd.DataFrame({"batch": pd.Series(dtype="int64")})
@@ -278,5 +345,7 @@ def _numbers(path: Path, name: str, problems: list[str], needed: bool = True) ->
     return numeric.loc[is_last].sort_values(by="batch").reset_index(drop=True)
 
 
-def _first_line(error: BaseException) -> str:
-    return visible((str(error).strip().splitlines() or [type(error).__name__])[0][:200])
+def _left_out(error: BaseException) -> str:
+    """The end of a line about a file that cannot be read."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return f"cannot be read ({visible(first)}); it is left out."

@@ -1,14 +1,46 @@
-"""The run folder's files and columns: one place for writers, readers, the viewer's labels and the
-docs. Reads and writes nothing itself.
+"""The run folder, the contract between training and everything that reads it: its files, their
+columns, their version. Reads and writes nothing itself; the writer is ``run.write``, the reader
+``run.read``.
 
-Column names follow prime-rl's token export where it has one. Updates are batches, counted
-from 0."""
+Files (batches are counted from 0), and where each carries the schema version::
+
+    config.yaml                      the recipe          a comment in the first line
+    manifest.json                    versions, commit, command, device, seed     key schema_version
+    metrics.jsonl                    one row per batch, the same on every machine    key, every row
+    timing.jsonl                     one row per batch: seconds, tokens per second   key, every row
+    evals.jsonl                      one row per evaluation                          key, every row
+    rollouts/batch_000012.parquet    one row per rollout       file metadata counterpoise_schema
+    tokens/batch_000012.parquet      one row per token: the ledger              the same metadata
+    plan/batch_000012.json           rows of each update                       key schema_version
+    checkpoints/batch_000012/        the state before batch 12       key schema_version of state.json
+
+A row of a jsonl file without the key is of version 1."""
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+TABLE_VERSION = b"counterpoise_schema"  # the key in a table's metadata
 
-# rollouts/batch_*.parquet, one row a rollout; the last group are lists, one entry a response token
+# version 1 called batches and updates "steps" (files step_*) and took some names from prime-rl.
+# Names of version 1 -> names now: columns of tables, keys of jsonl rows and of plans
+RENAMED_COLUMNS = {
+    "step": "batch",
+    "optimizer_step": "update",
+    "advantages": "credit",
+    "weights": "weight",
+    "inference_logprobs": "sampler_logp",
+    "trainer_logprobs": "trainer_logp",
+    "trainer_logprobs_after": "trainer_logp_after",
+    "importance_ratio": "ratio",
+    "optimizer/num_steps": "optimizer/num_updates",
+}
+RENAMED_TOKEN_COLUMNS = {**RENAMED_COLUMNS, "token_ids": "token_id"}
+RENAMED_CONFIG_KEYS = {
+    "num_steps": "num_batches",
+    "optimizer.steps_per_batch": "optimizer.updates_per_batch",
+}
+
+# rollouts/batch_*.parquet, one row per rollout; the last seven are lists, one entry per token
 ROLLOUT_COLUMNS = {
     "batch": "batch, counted from 0",
     "rollout": "number of the rollout in its batch",
@@ -18,18 +50,18 @@ ROLLOUT_COLUMNS = {
     "answer": "the task's reference answer",
     "text": "text of the response",
     "reward": "the grader's number",
-    "advantage": "one signed number a rollout",
+    "advantage": "one signed number per rollout",
     "stop_reason": "stop (a stop token came) or length (the limit was reached)",
     "prompt_ids": "token ids of the prompt as the model read it",
     "token_ids": "token ids of the response",
     "loss_mask": "True on response tokens that take part in the loss",
-    "credit": "credit: one signed number a token, what the loss gets",
+    "credit": "one signed number per token: what the loss gets",
     "weight": "credit / advantage",
     "sampler_logp": "sampler log-prob of the token",
     "entropy": "entropy of the sampling distribution at the token, nats",
 }
 
-# tokens/batch_*.parquet, one row a response token (the ledger)
+# tokens/batch_*.parquet, one row per response token (the ledger)
 TOKEN_COLUMNS = {
     "batch": "batch, counted from 0",
     "update": (
@@ -39,14 +71,14 @@ TOKEN_COLUMNS = {
     "group": "number of the prompt in its batch",
     "rollout": "number of the rollout in its batch",
     "position": "position in the response, counted from 0",
-    "token_ids": "token id",
+    "token_id": "token id",
     "text": "the token's text",
     "loss_mask": "True: takes part in the loss",
     "reward": "the rollout's reward",
     "advantage": "the rollout's advantage",
     "sign": "+1, 0 or -1: sign of the rollout's advantage",
     "weight": "credit / advantage",
-    "credit": "credit: what the loss got",
+    "credit": "one signed number per token: what the loss got",
     "coef": "minus the derivative of the token's loss by its own log-prob",
     "scale": (
         "the reduction's factor; coef * scale is the coefficient of the token's gradient in the"
@@ -86,7 +118,7 @@ TOKEN_COLUMNS = {
         "1 - |sum of the classes' parts| / sum of |parts|, classes of the first decomposition"
     ),
 }
-# further columns part_<axis>_<class>, e.g. part_sign_positive, part_category_number: the class's
-# part of the predicted change; part_<axis>_rest: what the optimizer's memory (momentum, weight
-# decay) brought; the parts of an axis add up to predicted
+# further columns part_<axis>_<class>, e.g. part_sign_positive: the class's part of the predicted
+# change; part_<axis>_rest: what the optimizer's memory (momentum, weight decay) brought. The parts
+# of an axis add up to predicted.
 PART_PREFIX = "part_"

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from counterpoise.errors import ConfigError, nearest
+from counterpoise.run.schema import RENAMED_CONFIG_KEYS
 
 SUCCESS = 0.5  # a reward of at least this much is a success, unless the recipe says otherwise
 
@@ -189,10 +190,9 @@ class Config(Section):
         return value
 
 
-# keys of recipes written for schema version 1
+# keys of older recipes
 RENAMED = {
-    "num_steps": "num_batches",
-    "optimizer.steps_per_batch": "optimizer.updates_per_batch",
+    **RENAMED_CONFIG_KEYS,
     "buffer": "method.plan.max_rounds",
     "corrections": "method.credit.corrections",
 }

@@ -19,12 +19,10 @@ from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.ledger.recorder import observe
 from counterpoise.maths.intervals import Interval
 from counterpoise.policy import Policy, add_lora, load_model
-from counterpoise.run import checkpoint
-from counterpoise.run import folder as run_folder
+from counterpoise.policy.load import quiet
+from counterpoise.run import checkpoint, write
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import append_json, batch_file, read_jsonl, write_json
-from counterpoise.run.rollouts import write_rollouts
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.read import checkpoints, read_jsonl
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config
@@ -33,7 +31,7 @@ from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import Update, adamw, apply_update, learning_rate, prepare_update
-from counterpoise.types import RolloutBatch
+from counterpoise.types import Credit, RolloutBatch
 
 
 class Result(NamedTuple):
@@ -61,7 +59,7 @@ def train(
         fresh: replace a run that is there.
     """
     run_dir = Path(config.run_dir)
-    run_folder.check_free(run_dir, fresh=fresh, resume=resume)
+    write.check_free(run_dir, fresh=fresh, resume=resume)
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_trackers(config)
@@ -190,15 +188,20 @@ def start(
     resume: bool,
 ) -> LoopState:
     """A new run folder, or the state of the last checkpoint with everything after it forgotten."""
-    found = checkpoint.checkpoints(run_dir) if resume else []
-    if found:
-        state = checkpoint.restore(found[-1], policy.model, optimizer)
-        run_folder.rewind(run_dir, state.batch_number)
+    complete = checkpoints(run_dir) if resume else []
+    if complete:
+        state = checkpoint.restore(complete[-1], policy.model, optimizer)
+        write.rewind(run_dir, state.batch_number)
         return state
     torch.manual_seed(config.seed)
-    run_folder.create(
-        run_dir, config, run_folder.facts(config, policy.model.device, method.describe())
-    )
+    device = policy.model.device
+    facts = {
+        "method": method.describe(),
+        "seed": config.seed,
+        "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
+        "num_threads": torch.get_num_threads(),
+    }
+    write.create_run(run_dir, config.model_dump(mode="json"), facts)
     return LoopState()
 
 
@@ -248,9 +251,8 @@ def evaluate_policy(
         temperature=settings.temperature,
     )
     numbers = eval_metrics(out)
-    append_json(
-        run_dir / "evals.jsonl",
-        {"batch": batch_number, **numbers, "reward_PK": out.reward_PK.tolist()},
+    write.append_row(
+        run_dir, "evals", batch_number, {**numbers, "reward_PK": out.reward_PK.tolist()}
     )
     return numbers
 
@@ -272,29 +274,19 @@ def write_batch(
     config: Config,
     batch_number: int,
     collected: RolloutBatch,
-    credit: Any,
-    manifest: Any,
-    metrics: Any,
+    credit: Credit,
+    manifest: dict[str, Any],
+    metrics: dict[str, float],
     clock: Clock,
 ) -> None:
     """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
     if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0:
-        write_rollouts(
-            batch_file(run_dir, "rollouts", batch_number, ".parquet"),
-            batch_number,
-            collected,
-            credit,
-        )
-    write_json(
-        batch_file(run_dir, "plan", batch_number, ".json"),
-        {"schema_version": SCHEMA_VERSION, **manifest},
-    )
+        write.write_rollouts(run_dir, batch_number, collected, credit)
+    write.write_plan(run_dir, batch_number, manifest)
     tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"], 1e-9)
-    append_json(
-        run_dir / "timing.jsonl",
-        {"batch": batch_number, **clock.seconds, "sample_tokens_per_s": tokens_per_s},
-    )
-    append_json(run_dir / "metrics.jsonl", metrics)
+    timing = {**clock.seconds, "sample_tokens_per_s": tokens_per_s}
+    write.append_row(run_dir, "timing", batch_number, timing)
+    write.append_row(run_dir, "metrics", batch_number, metrics)
 
 
 def save(
@@ -308,14 +300,9 @@ def save(
 ) -> None:
     is_kept = bool(config.keep_every) and state.batch_number % config.keep_every == 0
     if always or is_kept:
-        checkpoint.save(
-            run_dir,
-            policy,
-            optimizer,
-            state,
-            keep=config.keep_checkpoints,
-            keep_every=config.keep_every,
-        )
+        keep, keep_every = config.keep_checkpoints, config.keep_every
+        with quiet():
+            checkpoint.save(run_dir, policy, optimizer, state, keep=keep, keep_every=keep_every)
 
 
 class Clock:

@@ -103,8 +103,8 @@ class BatchTokens:
         if "text" in self.names:
             return self._read("text")
         ids_T = (
-            self.column("token_ids").value_T
-            if "token_ids" in self.names
+            self.column("token_id").value_T
+            if "token_id" in self.names
             else np.zeros(int(self.start_N[-1]), np.int64)
         )
         distinct, code_T = np.unique(ids_T, return_inverse=True)
@@ -196,7 +196,8 @@ def _from_rollouts(run: RunFolder, batch: int) -> BatchTokens | None:
     for name in table.column_names:
         if name in LISTS and _is_list(table, name):
             flat = pc.list_flatten(table.column(name))  # pyright: ignore[reportAttributeAccessIssue]
-            columns |= {name: as_column(flat)} if len(flat) == start_N[-1] else {}
+            key = "token_id" if name == "token_ids" else name
+            columns |= {key: as_column(flat)} if len(flat) == start_N[-1] else {}
         elif name in ("reward", "advantage"):
             columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))
     columns |= _derive(columns)
@@ -286,10 +287,10 @@ def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
         known = _decode(run, tokenizer, ids)
     if not known:
         for batch in run.batches("tokens")[-1:]:
-            table = run.table("tokens", batch, ("token_ids", "text"))
-            if table is not None and {"token_ids", "text"} <= set(table.column_names):
-                pairs = table.group_by(["token_ids", "text"]).aggregate([]).to_pydict()
-                known = dict(zip(pairs["token_ids"], map(str, pairs["text"])))
+            table = run.table("tokens", batch, ("token_id", "text"))
+            if table is not None and {"token_id", "text"} <= set(table.column_names):
+                pairs = table.group_by(["token_id", "text"]).aggregate([]).to_pydict()
+                known = dict(zip(pairs["token_id"], map(str, pairs["text"])))
     return [known.get(i, f"⟨{i}⟩") for i in ids]
 
 
@@ -305,7 +306,7 @@ def tokenizer_file(run: RunFolder) -> Path | None:
     """A tokenizer.json of the run: beside its manifest or in its last checkpoint."""
     files = [
         run.path / "tokenizer.json",
-        *sorted(run.path.glob("checkpoints/batch_*/tokenizer.json"), reverse=True),
+        *sorted(run.path.glob("checkpoints/*/tokenizer.json"), reverse=True),
     ]
     return next((file for file in files if file.is_file() and is_inside(run.path, file)), None)
 

@@ -8,19 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from torch import Tensor
-
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.run.environment import process_facts
-from counterpoise.run.files import write_json, write_text
-from counterpoise.run.schema import SCHEMA_VERSION
-from counterpoise.types import Credit, TokenBatch
+from counterpoise.run.write import create_run
+from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 
 def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
-    """``config.yaml`` and ``manifest.json``, once a run."""
+    """``config.yaml`` and ``manifest.json``, once per run."""
     if (folder / "manifest.json").is_file():
         return
     args = trainer.args
@@ -41,55 +35,24 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
         },
         "ledger": {"every": args.ledger_every, "decompose": list(args.ledger_decompose)},
     }
-    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-    facts = {
-        **process_facts(),
-        "seed": args.seed,
-        "device": str(args.device),
-    }
-    write_json(folder / "manifest.json", {"schema_version": SCHEMA_VERSION, "host": "trl", **facts})
+    create_run(folder, config, {"host": "trl", "seed": args.seed, "device": str(args.device)})
 
 
-def rollout_table(
-    batch_number: int,
-    tokenizer: Any,
-    prompt_ids: list[list[int]],
-    batch: TokenBatch,
-    credit: Credit,
-) -> dict[str, Any]:
-    """Columns of ``rollouts/batch_*.parquet``: one row a rollout, token columns as lists without
-    padding.
-    """
-    ids = _lists(batch.token_ids_NT, batch.mask_NT)
-    group = batch.group_N.tolist()
+def rollout_batch(
+    batch_number: int, tokenizer: Any, prompt_ids: list[list[int]], batch: TokenBatch
+) -> RolloutBatch:
+    """A generation as the built-in trainer would hold it; TRL's tasks have no reference answer."""
+    ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT.cpu(), batch.mask_NT.cpu())]
+    first_row = {g: row for row, g in reversed(list(enumerate(batch.group_N.tolist())))}
+    rows = [first_row[g] for g in sorted(first_row)]
+    questions = tokenizer.batch_decode([prompt_ids[k] for k in rows], skip_special_tokens=True)
     width = batch.max_length or batch.mask_NT.shape[1]
-    table = {
-        "batch": [batch_number] * batch.num_rollouts,
-        "rollout": list(range(batch.num_rollouts)),
-        "group": group,
-        "prompt_id": [f"{batch_number}-{g}" for g in group],
-        "prompt": tokenizer.batch_decode(prompt_ids, skip_special_tokens=True),
-        "answer": [""] * batch.num_rollouts,
-        "text": tokenizer.batch_decode(ids, skip_special_tokens=True),
-        "reward": batch.reward_N.tolist(),
-        "advantage": credit.advantage_N.tolist(),
-        "stop_reason": ["stop" if len(row) < width else "length" for row in ids],
-        "prompt_ids": prompt_ids,
-        "token_ids": ids,
-        "loss_mask": [[True] * len(row) for row in ids],
-        "credit": _lists(credit.credit_NT, batch.mask_NT),
-        "weight": _lists(credit.weight_NT, batch.mask_NT),
-        "sampler_logp": _lists(batch.sampler_logp_NT, batch.mask_NT),
-    }
-    return (
-        table
-        if batch.entropy_NT is None
-        else {**table, "entropy": _lists(batch.entropy_NT, batch.mask_NT)}
+    return RolloutBatch(
+        prompts=[Prompt(f"{batch_number}-{g}", text, "") for g, text in enumerate(questions)],
+        prompt_ids=prompt_ids,
+        texts=tokenizer.batch_decode(ids, skip_special_tokens=True),
+        stop_reason=["stop" if len(row) < width else "length" for row in ids],
+        batch=batch,
+        num_grader_failures=0,
+        grader_messages=[],
     )
-
-
-def _lists(value_NT: Tensor, mask_NT: Tensor) -> list[list[Any]]:
-    flat = value_NT.cpu()[mask_NT.cpu()].split(mask_NT.sum(1).tolist())
-    return [
-        row.to(torch.float32).tolist() if row.is_floating_point() else row.tolist() for row in flat
-    ]

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from counterpoise.hosts.trl.batch import loss_mask
-from counterpoise.hosts.trl.folder import create_folder, rollout_table
+from counterpoise.hosts.trl.folder import create_folder, rollout_batch
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
 from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import masked_mean
-from counterpoise.run.files import append_json, batch_file, write_json, write_table
+from counterpoise.run import write
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LossBook(Book):
             "coef": loss.coef_NT,
             "scale": rows.scale_NT,
             "is_clipped": loss.clipped_NT,
-            "importance_ratio": loss.ratio_NT,
+            "ratio": loss.ratio_NT,
         }
         for name, value_RT in (columns | {"update": number}).items():
             self._write(name, rows.row_R, value_RT)
@@ -108,12 +108,12 @@ class Ledger(TrainerCallback):
         model = trainer.accelerator.unwrap_model(trainer.model)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.book = kind(model, optimizer, batch, prompt_ids, credit, self._texts, settings)
-        table = rollout_table(batch_number, trainer.processing_class, prompt_ids, batch, credit)
-        write_table(batch_file(self.folder, "rollouts", batch_number, ".parquet"), table)
+        rollouts = rollout_batch(batch_number, trainer.processing_class, prompt_ids, batch)
+        write.write_rollouts(self.folder, batch_number, rollouts, credit)
 
     def write_plan(self, batch_number: int, plan: Plan) -> None:
         if self.trainer.accelerator.is_main_process:
-            write_json(batch_file(self.folder, "plan", batch_number, ".json"), plan.manifest)
+            write.write_plan(self.folder, batch_number, plan.manifest)
 
     def note(
         self, inputs: dict[str, Any], total: Tensor, logp_NT: Tensor, loss: TokenLoss | None
@@ -175,10 +175,7 @@ class Ledger(TrainerCallback):
         self.book = None
 
     def _numbers(self, book: Book) -> dict[str, float]:
-        write_table(
-            batch_file(self.folder, "tokens", self._number, ".parquet"),
-            book.table(self._number),
-        )
+        write.write_tokens(self.folder, self._number, book.table(self._number))
         numbers = {f"ledger/{name}": value for name, value in book.summary().items()}
         for name, value in numbers.items():
             self.trainer._metrics["train"][name].append(value)
@@ -211,7 +208,7 @@ class Ledger(TrainerCallback):
             "rollouts/length": float(length_N.float().mean()),
             "optimizer/lr": self.trainer._get_learning_rate(),
         }
-        append_json(self.folder / "metrics.jsonl", {"batch": batch_number, **numbers, **metrics})
+        write.append_row(self.folder, "metrics", batch_number, {**numbers, **metrics})
 
     def _gather(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the batch, coefficients, ratios: of all processes, fillers left out."""

@@ -4,26 +4,28 @@ runs too.
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from counterpoise.run.files import append_json, batch_file, write_json, write_table
-from counterpoise.run.importers.formats import FORMATS, Encode, Imported
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.errors import nearest
+from counterpoise.run import write
+from counterpoise.run.files import write_folder
+from counterpoise.run.importers.dump import Encode, Imported, Reader
 
-TOKEN_LISTS = (
-    "sampler_logp",
-    "trainer_logp",
-    "entropy",
-    "ratio",
-    "credit",
-    "is_clipped",
-)
+FORMATS = {  # name -> module with ``read``, files in a folder
+    "prime-rl": ("prime_rl", "rank_*.jsonl"),
+    "nemo-rl": ("nemo_rl", "train_data_step*.jsonl"),
+    "slime": ("slime", "*.pt"),
+    "trl": ("trl", "*.parquet"),
+}
+TOKEN_LISTS = ("sampler_logp", "trainer_logp", "entropy", "ratio", "credit", "is_clipped")
+Decode = Callable[[list[int]], str]
+Categories = Callable[[Sequence[str]], list[str]]
 
 
 def import_run(
@@ -33,9 +35,10 @@ def import_run(
     *,
     tokenizer: Path | None = None,
     rewards: Sequence[str] = (),
-    categories: Callable[[Sequence[str]], list[str]] | None = None,
+    categories: Categories | None = None,
 ) -> dict[int, int]:
-    """Read a dump and write a run folder; returns how many rollouts each batch has.
+    """Read a dump and write a run folder, whole or not at all; returns how many rollouts each batch
+    has.
 
     Args:
         kind: ``prime-rl``, ``nemo-rl``, ``slime`` or ``trl``.
@@ -46,14 +49,11 @@ def import_run(
         categories: token texts -> category names.
     """
     if kind not in FORMATS:
-        close = difflib.get_close_matches(kind, FORMATS, 1)
-        raise ValueError(
-            f"import: unknown format {kind!r}."
-            f" {f'Did you mean {close[0]!r}? ' if close else ''}Known: {', '.join(FORMATS)}."
-        )
+        raise ValueError(f"import: unknown format {kind!r}. {nearest(kind, FORMATS)}")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"import: {str(out)!r} is not empty. Choose another folder with --out.")
-    read, pattern = FORMATS[kind]
+    module, pattern = FORMATS[kind]
+    read: Reader = importlib.import_module(f"counterpoise.run.importers.{module}").read
     decode, encode = _tokenizer(tokenizer) if tokenizer else (None, None)
     by_batch: dict[int, list[Imported]] = defaultdict(list)
     for rollout in read(_files(source, pattern), encode, rewards):
@@ -61,37 +61,35 @@ def import_run(
             by_batch[rollout.batch].append(rollout)
     if not by_batch:
         raise ValueError(f"import: no rollouts with tokens in {str(source)!r}.")
-    for batch in sorted(by_batch):
-        _write_batch(out, batch, by_batch[batch], decode, categories)
-    write_json(
-        out / "manifest.json",
-        {"schema_version": SCHEMA_VERSION, "imported_from": kind, "method": {"name": kind}},
-    )
+
+    def fill(folder: Path) -> None:
+        for batch in sorted(by_batch):
+            _write_batch(folder, batch, by_batch[batch], decode, categories)
+        write.create_run(folder, None, {"imported_from": kind, "method": {"name": kind}})
+
+    write_folder(out, fill)
     return {batch: len(rows) for batch, rows in sorted(by_batch.items())}
 
 
-def _write_batch(out: Path, batch: int, rows: list[Imported], decode: Any, categories: Any) -> None:
-    groups: dict[Any, int] = {}
-    group_N = [
-        groups.setdefault(
-            row.prompt if row.prompt is not None else tuple(row.prompt_ids), len(groups)
-        )
-        for row in rows
-    ]
+def _write_batch(
+    out: Path,
+    batch: int,
+    rows: list[Imported],
+    decode: Decode | None,
+    categories: Categories | None,
+) -> None:
+    groups: dict[Hashable, int] = {}
+    keys = [row.prompt if row.prompt is not None else tuple(row.prompt_ids) for row in rows]
+    group_N = [groups.setdefault(key, len(groups)) for key in keys]
     texts = _texts(rows, decode)
     prompts = [
         row.prompt if row.prompt is not None else decode(row.prompt_ids) if decode else None
         for row in rows
     ]
-    write_table(
-        batch_file(out, "rollouts", batch, ".parquet"),
-        _rollout_columns(batch, rows, group_N, prompts, texts),
-    )
-    write_table(
-        batch_file(out, "tokens", batch, ".parquet"),
-        _token_columns(batch, rows, group_N, texts, categories),
-    )
-    append_json(out / "metrics.jsonl", {"batch": batch, **_metrics(rows)})
+    rollouts = _rollout_columns(batch, rows, group_N, prompts, texts)
+    write.write_rollout_columns(out, batch, rollouts)
+    write.write_tokens(out, batch, _token_columns(batch, rows, group_N, texts, categories))
+    write.append_row(out, "metrics", batch, _metrics(rows))
 
 
 def _rollout_columns(
@@ -100,7 +98,7 @@ def _rollout_columns(
     group_N: list[int],
     prompts: list[str | None],
     texts: list[list[str]] | None,
-) -> dict[str, Any]:
+) -> dict[str, list[Any]]:
     return {
         "batch": [batch] * len(rows),
         "rollout": list(range(len(rows))),
@@ -129,8 +127,8 @@ def _token_columns(
     rows: list[Imported],
     group_N: list[int],
     texts: list[list[str]] | None,
-    categories: Any,
-) -> dict[str, Any]:
+    categories: Categories | None,
+) -> dict[str, list[Any]]:
     length_N = [len(row.columns["token_ids"]) for row in rows]
 
     def spread(values: Sequence[Any]) -> list[Any]:
@@ -144,12 +142,12 @@ def _token_columns(
         ]
 
     advantage_N = [row.advantage for row in rows]
-    out: dict[str, Any] = {
+    out = {
         "batch": spread([batch] * len(rows)),
         "group": spread(group_N),
         "rollout": spread(range(len(rows))),
         "position": [t for length in length_N for t in range(length)],
-        "token_ids": flat("token_ids"),
+        "token_id": flat("token_ids"),
         "loss_mask": flat("loss_mask"),
         "reward": _floats(spread([row.reward for row in rows])),
         "advantage": _floats(spread(advantage_N)),
@@ -159,25 +157,31 @@ def _token_columns(
         "weight": _floats(w for row in rows for w in _weights(row)),
     }
     out |= {name: flat(name) for name in TOKEN_LISTS if any(name in row.columns for row in rows)}
-    if "sampler_logp" in out:
+    if texts:
+        out["text"] = [text for row in texts for text in row]
+    return out | _derive(out, categories)
+
+
+def _derive(columns: dict[str, list[Any]], categories: Categories | None) -> dict[str, list[Any]]:
+    """Columns that follow from others."""
+    out: dict[str, list[Any]] = {}
+    if "sampler_logp" in columns:
         out["confidence"] = [
-            None if v is None else math.exp(min(v, 0.0)) for v in out["sampler_logp"]
+            None if v is None else math.exp(min(v, 0.0)) for v in columns["sampler_logp"]
         ]
-    if "ratio" not in out and {"sampler_logp", "trainer_logp"} <= set(out):
-        pairs = zip(out["trainer_logp"], out["sampler_logp"])
+    if "ratio" not in columns and {"sampler_logp", "trainer_logp"} <= set(columns):
+        pairs = zip(columns["trainer_logp"], columns["sampler_logp"])
         out["ratio"] = [
             None if a is None or b is None else math.exp(min(a - b, 50.0)) for a, b in pairs
         ]
-    if texts:
-        out["text"] = [text for row in texts for text in row]
-        if categories is not None:
-            words = list(dict.fromkeys(out["text"]))
-            known = dict(zip(words, categories(words)))
-            out["category"] = [known[text] for text in out["text"]]
+    if "text" in columns and categories is not None:
+        words = list(dict.fromkeys(columns["text"]))
+        known = dict(zip(words, categories(words)))
+        out["category"] = [known[text] for text in columns["text"]]
     return out
 
 
-def _texts(rows: list[Imported], decode: Any) -> list[list[str]] | None:
+def _texts(rows: list[Imported], decode: Decode | None) -> list[list[str]] | None:
     if all("text" in row.columns for row in rows):
         return [row.columns["text"] for row in rows]
     if decode is None:
@@ -187,7 +191,9 @@ def _texts(rows: list[Imported], decode: Any) -> list[list[str]] | None:
 
 
 def _weights(row: Imported) -> list[float | None]:
-    """credit / advantage; 1 where the dump has one advantage a rollout, missing where that is 0."""
+    """credit / advantage; 1 where the dump has one advantage per rollout, missing where that is
+    0.
+    """
     credit = row.columns.get("credit")
     if credit is None:
         return [1.0] * len(row.columns["token_ids"])
@@ -215,16 +221,16 @@ def _metrics(rows: list[Imported]) -> dict[str, float]:
 def _files(source: Path, pattern: str) -> list[Path]:
     if source.is_file():
         return [source]
-    found = sorted(source.rglob(pattern)) if source.is_dir() else []
-    if not found:
+    files = sorted(source.rglob(pattern)) if source.is_dir() else []
+    if not files:
         raise ValueError(
             f"import: no file at {str(source)!r}"
             + (f" matches {pattern}." if source.is_dir() else ".")
         )
-    return found
+    return files
 
 
-def _tokenizer(path: Path) -> tuple[Callable[[list[int]], str], Encode]:
+def _tokenizer(path: Path) -> tuple[Decode, Encode]:
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -239,12 +245,12 @@ def _tokenizer(path: Path) -> tuple[Callable[[list[int]], str], Encode]:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     def encode(text: str) -> tuple[list[int], list[str]]:
-        found = tokenizer.encode(text, add_special_tokens=False)
-        ends = [0, *(end for _, end in found.offsets)]
-        return found.ids, [text[start:end] for start, end in itertools.pairwise(ends)]
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        ends = [0, *(end for _, end in encoding.offsets)]
+        return encoding.ids, [text[start:end] for start, end in itertools.pairwise(ends)]
 
     return decode, encode
 
 
-def _floats(values: Any) -> list[float | None]:
+def _floats(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else float(value) for value in values]

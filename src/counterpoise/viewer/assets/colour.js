@@ -6,7 +6,7 @@ export const LABELS = {
   credit: "credit", weight: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
   predicted: "predicted change", own: "predicted: own part", coupling: "predicted: coupling", cancellation: "cancellation",
   entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio",
-  sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_ids: "token id",
+  sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_id: "token id",
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
   node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
   is_fork: "fork of good and bad", kl: "KL after || before",

@@ -8,7 +8,7 @@ const SECTIONS = [
   ["Credit", ["reward", "advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
   ["Policy", ["confidence", "entropy", "sampler_logp", "trainer_logp", "trainer_logp_after", "ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation", "kl"]],
-  ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_ids", "position"]],
+  ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_id", "position"]],
 ];
 const MOVERS = { delta: "actual", predicted: "predicted", own: "own part", coupling: "coupling" };
 const MAX_TWINS = 200;
