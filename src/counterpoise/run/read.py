@@ -175,7 +175,7 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def check_current(run_dir: Path) -> None:
-    """To resume, probe or replay a run takes files of this version: else an error says what to do."""
+    """An error that says what to do, for a run of version 1 that is to be resumed or probed."""
     if _mapping(run_dir, "manifest.json", []).get("schema_version") == 1:
         raise ValueError(
             f"{run_dir} was written in schema version 1: report, view, compare, audit and load_run"

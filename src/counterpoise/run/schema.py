@@ -12,7 +12,7 @@ Files (batches are counted from 0), and where each carries the schema version::
     rollouts/batch_000012.parquet    one row per rollout       file metadata counterpoise_schema
     tokens/batch_000012.parquet      one row per token: the ledger              the same metadata
     plan/batch_000012.json           rows of each update                       key schema_version
-    checkpoints/batch_000012/        the state before batch 12       key schema_version of state.json
+    checkpoints/batch_000012/        the state before batch 12               key in state.json
 
 A row of a jsonl file without the key is of version 1."""
 

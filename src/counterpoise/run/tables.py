@@ -1,16 +1,17 @@
-"""The notebook door: a run folder as tables."""
+"""A run folder as tables, for notebooks. pandas and pyarrow load with the first table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import pandas as pd
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoise.run.read import RunFolder, open_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 Engine = Literal["pandas", "polars"]
 
@@ -44,7 +45,7 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """One row a batch: every number of ``metrics.jsonl``, and of ``timing.jsonl`` where it is
+        """One row per batch: every number of ``metrics.jsonl``, and of ``timing.jsonl`` where it is
         there.
         """
         metrics, timing = self.folder.metrics, self.folder.timing
@@ -53,22 +54,26 @@ class Run:
 
     @property
     def evals(self) -> Any:
-        """One row an evaluation; ``reward_PK`` holds the rewards, one list a prompt."""
+        """One row per evaluation; ``reward_PK`` holds the rewards, one list per prompt."""
+        import pandas as pd
+
         return self._from_pandas(pd.DataFrame(self.folder.evals))
 
     def batches(self, table: str = "rollouts") -> list[int]:
-        """Updates that have a file in ``rollouts`` or ``tokens``."""
+        """Batches that have a file in ``rollouts`` or ``tokens``."""
         return self.folder.batches(table)
 
     def rollouts(self, batch: int | None = None, columns: Sequence[str] | None = None) -> Any:
-        """One row a rollout, of one batch or of all."""
+        """One row per rollout, of one batch or of all."""
         return self._table("rollouts", batch, columns)
 
     def tokens(self, batch: int | None = None, columns: Sequence[str] | None = None) -> Any:
-        """One row a response token (the ledger), of one batch or of all."""
+        """One row per response token (the ledger), of one batch or of all."""
         return self._table("tokens", batch, columns)
 
     def _table(self, folder: str, batch: int | None, columns: Sequence[str] | None) -> Any:
+        import pyarrow as pa
+
         batches = self.batches(folder)
         if batch is not None and batch not in batches:
             raise ValueError(
@@ -78,19 +83,19 @@ class Run:
         tables = [
             self.folder.table(folder, at, columns) for at in (batches if batch is None else [batch])
         ]
-        found = [table for table in tables if table is not None]
-        if not found:
+        readable = [table for table in tables if table is not None]
+        if not readable:
             raise ValueError(
                 f"{self.folder.name!r}: no readable {folder} tables. {' '.join(self.problems)}"
             )
-        return self._from_arrow(pa.concat_tables(found, promote_options="permissive"))
+        return self._from_arrow(pa.concat_tables(readable, promote_options="permissive"))
 
     def _from_pandas(self, frame: pd.DataFrame) -> Any:
-        return (
-            frame
-            if self.engine == "pandas"
-            else self._from_arrow(pa.Table.from_pandas(frame, preserve_index=False))
-        )
+        if self.engine == "pandas":
+            return frame
+        import pyarrow as pa
+
+        return self._from_arrow(pa.Table.from_pandas(frame, preserve_index=False))
 
     def _from_arrow(self, table: pa.Table) -> Any:
         return table.to_pandas() if self.engine == "pandas" else _polars().from_arrow(table)
