@@ -25,7 +25,8 @@ def current_names(schema: pa.Schema) -> dict[str, str]:
     renamed: Mapping[str, str] = {}
     if table_version(schema) == "1":
         renamed = RENAMED_TOKEN_COLUMNS if "position" in schema.names else RENAMED_COLUMNS
-    return {name: renamed.get(name, name) for name in schema.names}
+    names: list[str] = schema.names
+    return {name: renamed.get(name, name) for name in names}
 
 
 def read_columns(

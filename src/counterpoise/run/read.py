@@ -216,7 +216,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
 
     advice = "Take the file as counterpoise train wrote it (save_rollouts_every)."
     table = parquet.require_columns(path, READ, advice)
-    version = parquet.table_version(table.schema)
+    version = parquet.table_version(parquet.pq.read_schema(path))
     if version != str(SCHEMA_VERSION):
         raise ValueError(
             f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the"

@@ -70,8 +70,9 @@ def _of_rank(rows: Row, name: str, total: int) -> list[Any] | None:
     if value is None or len(value) == total:
         return value
     partition = plain(rows.get("partition"))
-    is_told = partition is not None and len(partition) == total
-    return [value[k] for k in partition] if is_told else None
+    if partition is None or len(partition) != total:
+        return None
+    return [value[k] for k in partition]
 
 
 def _load(file: Path) -> dict[str, Any]:
