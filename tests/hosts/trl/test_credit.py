@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
 import counterpoise.hosts.trl.trainer as host
+from counterpoise.stage import Stage
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -170,7 +171,7 @@ def test_weights_on_trls_advantages(tmp_path, batches):
     centred_N = (reward_N.view(-1, 4) - reward_N.view(-1, 4).mean(1, keepdim=True)).flatten()
     torch.testing.assert_close(output["advantages"], centred_N / (reward_N.std() + 1e-4))
     fixed = dataclasses.replace(
-        cp.method("delta"), advantage=lambda reward_N, group_N: output["advantages"]
+        cp.method("delta"), advantage=Stage(lambda reward_N, group_N: output["advantages"])
     )
     micro = trainer._buffered_inputs[0]
     assert torch.equal(micro["advantages"], fixed.assign(batch).credit_NT[micro["cp_row"]])

@@ -5,9 +5,12 @@ same) and by ours on TRL's forward.
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+import counterpoise as cp
 import counterpoise.hosts.trl.method as trl_method
+from counterpoise.catalogue.method import FAMILIES
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -124,4 +127,27 @@ def test_a_kl_term_of_the_method_is_trls_beta(tmp_path, saved_model):
         {"method": "grpo", "method_axes": {"loss": loss}},
         model=saved_model,
     )
+    assert relative_gap(got, expected) < 1e-4
+
+
+def test_a_loss_that_trl_does_not_know(tmp_path, saved_model, monkeypatch):
+    """A KL term from outside, which no table names: computed by us from TRL's reference."""
+
+    @cp.token_loss(needs="ref_logp_NT")
+    def pull(trainer_logp_NT, rows, *, coef):
+        gap_NT = rows.ref_logp_NT - trainer_logp_NT
+        loss_NT = coef * (gap_NT.exp() - 1 - gap_NT)
+        return loss_NT, torch.ones_like(loss_NT), torch.zeros_like(rows.mask_NT)
+
+    monkeypatch.setitem(FAMILIES["loss"], "pull", pull)
+    loss = [{"name": "clipped", "clip_low": 0.2, "clip_high": 0.2}, {"name": "pull", "coef": 0.1}]
+    # TRL loads a reference only with beta > 0
+    args = {"method": "grpo", "method_axes": {"loss": loss}, "beta": 1e-12} | ONE_UPDATE
+    expected = trained(
+        trl_tiny.plain,
+        tmp_path / "plain",
+        TWINS["grpo"] | {"beta": 0.1, "use_bias_correction_kl": False} | ONE_UPDATE,
+        model=saved_model,
+    )
+    got = trained(trl_tiny.ours, tmp_path / "ours", args, model=saved_model)
     assert relative_gap(got, expected) < 1e-4

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from counterpoise.hosts.trl.trainer import CreditMixin
 
 SCORE = "_get_per_token_logps_and_entropies"
@@ -101,7 +103,7 @@ def hidden_states(backbone: nn.Module, num_tokens: int) -> Iterator[list[Tensor]
         handle.remove()
 
 
-def plain_model(trainer: CreditMixin) -> nn.Module:
+def plain_model(trainer: CreditMixin) -> PreTrainedModel:
     """The model without what accelerate and PEFT put around it."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
