@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from counterpoise.losses.token_loss import token_loss
     from counterpoise.maths.reduce import LOCAL, Reduce, over_ranks
-    from counterpoise.plans import audit, shard
+    from counterpoise.plans import audit
     from counterpoise.report import charts as plot
     from counterpoise.run.tables import load_run
     from counterpoise.stage import Control, Stage, declare
@@ -48,7 +48,7 @@ _HOMES = {
     ),
     "counterpoise.losses.token_loss": ("token_loss",),
     "counterpoise.maths.reduce": ("LOCAL", "Reduce", "over_ranks"),
-    "counterpoise.plans": ("audit", "shard"),
+    "counterpoise.plans": ("audit",),
     "counterpoise.run.tables": ("load_run",),
     "counterpoise.stage": ("Control", "Stage", "declare"),
     "counterpoise.types": ("Credit", "Plan", "Prompt", "Rows", "TokenBatch", "TokenLoss"),
@@ -94,7 +94,6 @@ __all__ = [
     "register_plan",
     "register_reduction",
     "register_rule",
-    "shard",
     "token_loss",
 ]
 

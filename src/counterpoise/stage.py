@@ -28,7 +28,7 @@ OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length"})
 # what a stage may declare of itself: a bool, or a function of its parameters that gives one
 FACTS = {
     "needs_groups": "compares the rollouts of a prompt: one rollout per prompt is an error",
-    "reads_rewards_only": "a credit rule with one factor per rollout, from rewards and groups alone",
+    "reads_rewards_only": "a credit rule: one factor per rollout, from rewards and groups",
     "keeps_prompts_whole": "a plan: all rollouts that it takes of a prompt are in one update",
     "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
@@ -43,7 +43,7 @@ Spec = str | Mapping[str, Any] | Function
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stage:
-    """A point on one of the six axes: a function, the parameters bound so far, and what it declares.
+    """A point on one of the six axes: a function, its bound parameters, what it declares.
 
     Attributes:
         fn: the function itself.
@@ -54,10 +54,10 @@ class Stage:
             numbers to log.
         prepare: ``prepare(update_logp_NT, rows, *, params) -> update_NT``, what a loss must know of
             a whole update before it is cut.
-        init: ``init(*, params) -> state`` (JSON) of a stage with memory, whose ``fn`` then takes the
+        init: ``init(*, params) -> state`` (JSON) of a stage with memory; its ``fn`` then takes the
             state first and returns (result, state), or a ``Control``.
-        collect: ``collect(rollouts, sampler, *, params) -> rollouts``, samples more before credit is
-            assigned; ``sampler`` is a ``counterpoise.types.Sampler``.
+        collect: ``collect(rollouts, sampler, *, params) -> rollouts``, samples more before credit
+            is assigned; ``sampler`` is a ``counterpoise.types.Sampler``.
         facts: see ``FACTS``; ask with ``has``.
     """
 

@@ -13,7 +13,6 @@ import counterpoise as cp
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import FAMILIES
 from counterpoise.maths.reduce import groups, seeded_generator
-from counterpoise.plans import shard
 from counterpoise.stage import build, call, describe
 from helpers import conformance_table as table
 
@@ -309,7 +308,8 @@ def gradient(
     rows = method.rows(batch, out, batch_number)
     logp_NT = batch.trainer_logp_NT[batch_number].clone().requires_grad_()
     rows = method.prepare(logp_NT, rows)
-    (cuts,) = shard(torch.arange(len(batch_number)), rows.mask_NT.sum(1), token_budget=budget)
+    size = len(batch_number) if budget is None else max(1, budget // rows.mask_NT.shape[1])
+    cuts = rows.mask_NT.sum(1).argsort(descending=True).split(size)
     for pick in cuts:
         micro = rows.select(pick)
         (method.loss(logp_NT[pick], micro).loss_NT * micro.scale_NT).sum().backward()

@@ -217,9 +217,9 @@ def upper(texts):
 def test_categories_are_pluggable(monkeypatch):
     assert load_categories(None) is categories
     assert load_categories(f"{__name__}:upper")(["A", "b"]) == ["upper", "lower"]
-    with pytest.raises(ValueError, match="your.module:fn"):
+    with pytest.raises(ValueError, match="your.module:name"):
         load_categories("no_colon")
-    with pytest.raises(ValueError, match="could not be imported"):
+    with pytest.raises(ValueError, match="cannot import"):
         load_categories("not_a_module_here:fn")
-    with pytest.raises(ValueError, match="no function 'uper'.*Did you mean 'upper'"):
+    with pytest.raises(ValueError, match="has no 'uper'.*Did you mean 'upper'"):
         load_categories(f"{__name__}:uper")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
 from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
-from counterpoise.plans.shard import shard
 from counterpoise.stage import Stage
 
 PLANS: dict[str, Stage] = {
@@ -29,5 +28,4 @@ __all__ = [
     "random_rows",
     "reward_balanced",
     "round_robin",
-    "shard",
 ]

@@ -9,12 +9,11 @@ and is graded in the caller's process."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from counterpoise.errors import nearest
+from counterpoise.errors import import_path, nearest
 from counterpoise.types import Prompt
 
 __all__ = ["Grades", "Task", "WithReward", "grade", "task"]
@@ -89,7 +88,7 @@ def task(
     built = _build(name, params)
     if reward is None:
         return built
-    return WithReward(built, _imported(reward, "reward") if isinstance(reward, str) else reward)
+    return WithReward(built, import_path(reward, "reward") if isinstance(reward, str) else reward)
 
 
 def _build(name: str, params: dict[str, Any]) -> Task:
@@ -126,26 +125,7 @@ def _maker(name: str) -> Any:
     family = "gym" if name.startswith("gym:") else name
     if family not in BUILT_IN and ":" not in family:
         raise ValueError(f"unknown task {name!r}. {nearest(name, SHOWN)}")
-    return _imported(BUILT_IN.get(family, family), "task")
-
-
-def _imported(path: str, what: str) -> Any:
-    module, _, attribute = path.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"{what}: expected an import path like your.module:name, got {path!r}.")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{what} {path!r}: cannot import {module!r} ({error}). Is it installed or on"
-            " PYTHONPATH?"
-        ) from error
-    if not hasattr(found, attribute):
-        public = [key for key in vars(found) if not key.startswith("_")]
-        raise ValueError(
-            f"{what} {path!r}: module {module!r} has no {attribute!r}. {nearest(attribute, public)}"
-        )
-    return getattr(found, attribute)
+    return import_path(BUILT_IN.get(family, family), "task")
 
 
 from counterpoise.tasks.graders import Grades, grade  # noqa: E402

@@ -8,11 +8,10 @@ it may use other names."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
 
-from counterpoise.errors import nearest
+from counterpoise.errors import import_path
 from counterpoise.ledger.calculus.decompose import REST
 
 CATEGORIES = ("template", "connective", "number", "operator", "reasoning", "other")
@@ -138,18 +137,4 @@ def load_categories(spec: str | None) -> Callable[[Sequence[str]], list[str]]:
     """The default rules, or a function of your own by import path ``"your.module:fn"``."""
     if spec is None:
         return categories
-    module, colon, name = spec.partition(":")
-    if not colon or not name:
-        raise ValueError(f"ledger.categories: expected 'your.module:fn', got {spec!r}.")
-    try:
-        loaded = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"ledger.categories: {module!r} could not be imported ({error}). Expected"
-            " 'your.module:fn'."
-        ) from error
-    if not callable(getattr(loaded, name, None)):
-        raise ValueError(
-            f"ledger.categories: {module!r} has no function {name!r}. {nearest(name, dir(loaded))}"
-        )
-    return getattr(loaded, name)
+    return import_path(spec, "ledger.categories")
