@@ -55,7 +55,7 @@ def sized(name="llama", **changes):
 
 def state(model, num_rows=5, room=200):
     """Fused weights, a cache with something in it, tokens, and positions at the edges of a block."""
-    weights, shape = decoder.fused(model, torch.float32), decoder.shape_of(model)
+    weights, shape = decoder.fuse_weights(model, torch.float32), decoder.shape_of(model)
     keys, values = torch.randn(
         2, shape.num_layers, num_rows, shape.num_kv_heads, room, shape.head_size
     )
@@ -160,7 +160,7 @@ def test_drawn_tokens_equal_those_of_torch(num_tokens, temperature):
 
 @native
 def test_tokens_ruled_out_have_no_mass():
-    logits_BV = draw.truncated(
+    logits_BV = draw.truncate(
         4 * torch.randn(1000, 150, generator=torch.Generator().manual_seed(2)), top_k=7
     )
     uniform_B = torch.linspace(0, NEXT_TO_ONE, 1000, dtype=torch.float64)
@@ -281,7 +281,7 @@ def test_the_bundled_model_decodes_greedily_as_generate_does(max_rows):
         max_new_tokens=60,
         stop_ids=policy.stop_ids,
         seed=0,
-        greedy=True,
+        temperature=0,
         max_rows=max_rows,
     )
     for row, prompt in enumerate(prompts):

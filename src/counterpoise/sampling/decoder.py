@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+from transformers import PreTrainedModel
 
 
 class Layer(NamedTuple):
@@ -60,31 +59,7 @@ class Shape(NamedTuple):
     scaling: float
 
 
-def why_not(model: Any) -> str | None:
-    """Why this decoder cannot stand in for the model; None if it can."""
-    name, config = type(model).__name__, model.config
-    if name not in ARCHITECTURES:
-        return f"{name} is none of {', '.join(ARCHITECTURES)}"
-    if config.hidden_act != "silu":
-        return f"activation {config.hidden_act}"
-    if getattr(config, "use_sliding_window", False):
-        return "sliding-window attention"
-    if rotates_by_length(model.model):
-        return "rotary embedding that depends on the longest row"
-    if any(
-        not type(module).__module__.startswith(("transformers.", "torch.nn."))
-        for module in model.modules()
-    ):
-        return "modules put into the model (adapters, quantised layers)"
-    return None
-
-
-def rotates_by_length(decoder: Any) -> bool:
-    """Whether a token is rotated by its position and by the longest row of the forward too."""
-    return decoder.rotary_emb.rope_type in ("dynamic", "longrope")
-
-
-def shape_of(model: Any) -> Shape:
+def shape_of(model: PreTrainedModel) -> Shape:
     config, attention = model.config, model.model.layers[0].self_attn
     return Shape(
         config.num_hidden_layers,
@@ -96,7 +71,7 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def fuse_weights(model: Any, dtype: torch.dtype) -> Weights:
+def fuse_weights(model: PreTrainedModel, dtype: torch.dtype) -> Weights:
     """The model's weights in fused buffers of ``dtype``; norms and the embedding keep the model's
     dtype (the residual stream's).
     """
@@ -105,7 +80,7 @@ def fuse_weights(model: Any, dtype: torch.dtype) -> Weights:
     return Weights(embed_VD, layers, norm_D, _joined(dtype, model.lm_head)[0])
 
 
-def refresh(weights: Weights, model: Any) -> None:
+def refresh(weights: Weights, model: PreTrainedModel) -> None:
     """Copy the model's present weights into the same buffers; views of the model's own tensors need
     no copy.
     """
@@ -149,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x @ weight if bias is None else x @ weight + bias
 
 
-def rotary(model: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+def rotary(model: PreTrainedModel, num_positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, [L, C]."""
     embed_VD = model.model.embed_tokens.weight
     position_1L = torch.arange(num_positions, device=embed_VD.device)[None]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from counterpoise.policy.backbone import Backbone, backbone, evaluating, last_logits
 from counterpoise.sampling.cache import compaction, spread
@@ -93,7 +93,7 @@ class _Running(NamedTuple):
 
 
 def sample(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     *,
     group_size: int = 1,
@@ -104,9 +104,7 @@ def sample(
     stop_ids: Sequence[int],
     pad_id: int = 0,
     seed: int,
-    greedy: bool = False,
     max_rows: int = 1024,
-    streams: Sequence[int] | None = None,
     engine: bool = True,
     needs: frozenset[str] | set[str] = frozenset(),
     topk: int = 20,
@@ -114,8 +112,9 @@ def sample(
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to
     top-k and then to the nucleus top-p.
 
-    ``greedy=True`` or ``temperature=0`` takes the likeliest token; its log-prob and entropy are
-    then those of the distribution at temperature 1, untruncated.
+    ``temperature=0`` takes the likeliest token; its log-prob and entropy are then those of the
+    distribution at temperature 1, untruncated. A row's tokens depend on its prompt, the seed and
+    the row's number, never on the other rows.
 
     Args:
         model: a Hugging Face causal LM.
@@ -123,15 +122,12 @@ def sample(
         group_size: G, rollouts of one prompt; row ``p * G + g`` is the g-th of prompt p.
         stop_ids: tokens that end a response; they are part of it.
         pad_id: fills ``token_ids_NT`` after the end.
-        seed: with ``streams`` it decides every draw.
+        seed: with the row's number it decides every draw.
         max_rows: rows in flight at once; lower it when memory runs out.
-        streams: number of each row's random stream (default: the row number). A row's tokens depend
-            on its prompt, the seed and this
-            number, never on the other rows.
         engine: take the fast engine where it knows the model; False always takes the generic path.
         needs: further columns (``SAMPLED``) that the engine takes from the pass that draws the
-            tokens; others are ignored, and so are
-            these on the generic path: ``measure`` has them all.
+            tokens; others are ignored, and so are these on the generic path: ``measure`` has them
+            all.
         topk: K of the candidates.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,8 +136,7 @@ def sample(
     >>> rollouts.prompt_index_N.tolist(), len(rollouts.stop_reason)
     ([0, 0, 1, 1], 4)
     """
-    streams = list(range(len(prompt_ids) * group_size)) if streams is None else list(streams)
-    greedy = greedy or temperature == 0
+    greedy = temperature == 0
     _check_settings(
         {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows},
         temperature,
@@ -149,17 +144,12 @@ def sample(
         top_k,
     )
     _check_prompts(model, prompt_ids, max_new_tokens)
-    if len(streams) != len(prompt_ids) * group_size:
-        raise ValueError(
-            f"sample: got {len(streams)} streams, expected one a row: {len(prompt_ids)} prompts x"
-            f" {group_size}."
-        )
     prompt_index = [p for p in range(len(prompt_ids)) for _ in range(group_size)]
     stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
     settings = _Settings(
         max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy
     )
-    columns, extras = _columns(streams, max_new_tokens, seed, greedy, model.device), {}
+    columns, extras = _columns(len(prompt_index), max_new_tokens, seed, greedy, model.device), {}
     prompts, fast = [prompt_ids[p] for p in prompt_index], engine_for(model) if engine else None
     with evaluating(model), torch.no_grad():
         if fast is None:
@@ -208,7 +198,11 @@ def _extras(filled: Any, needs: frozenset[str] | set[str], length_N: Tensor) -> 
 
 
 def _waves(
-    model: Any, prompts: list[Sequence[int]], settings: _Settings, columns: _Columns, max_rows: int
+    model: PreTrainedModel,
+    prompts: list[Sequence[int]],
+    settings: _Settings,
+    columns: _Columns,
+    max_rows: int,
 ) -> None:
     """The generic path, for any causal LM with a cache."""
     parts = backbone(model)
@@ -222,7 +216,7 @@ def _waves(
 
 
 def _wave(
-    model: Any,
+    model: PreTrainedModel,
     parts: Backbone,
     rows: list[int],
     prompts: list[Sequence[int]],
@@ -248,7 +242,11 @@ def _wave(
 
 
 def _prefill(
-    model: Any, parts: Backbone, rows: list[int], prompts: list[Sequence[int]], settings: _Settings
+    model: PreTrainedModel,
+    parts: Backbone,
+    rows: list[int],
+    prompts: list[Sequence[int]],
+    settings: _Settings,
 ) -> tuple[_Running, Tensor]:
     """Read each distinct prompt once, left-padded, then give every rollout a row; also the logits
     of its first token.
@@ -277,7 +275,7 @@ def _prefill(
 
 
 def _step(
-    model: Any, parts: Backbone, running: _Running, token_B: Tensor, settings: _Settings
+    model: PreTrainedModel, parts: Backbone, running: _Running, token_B: Tensor, settings: _Settings
 ) -> tuple[_Running, Tensor]:
     mask_BL = (
         None
@@ -338,15 +336,14 @@ def _write(columns: _Columns, running: _Running, t: int, drawn: Draw) -> None:
     columns.length_N[row_B] += running.alive_B
 
 
-def _columns(streams: list[int], num: int, seed: int, greedy: bool, device: Any) -> _Columns:
-    n = len(streams)
+def _columns(n: int, num: int, seed: int, greedy: bool, device: torch.device) -> _Columns:
     return _Columns(
         token_ids_NT=torch.zeros(n, num, dtype=torch.long, device=device),
         sampler_logp_NT=torch.zeros(n, num, device=device),
         entropy_NT=torch.zeros(n, num, device=device),
         length_N=torch.zeros(n, dtype=torch.long, device=device),
         uniform_NT=(
-            torch.zeros(n, 0, device=device) if greedy else uniforms(seed, streams, num).to(device)
+            torch.zeros(n, 0, device=device) if greedy else uniforms(seed, range(n), num).to(device)
         ),
     )
 
@@ -374,7 +371,9 @@ def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: T
     )
 
 
-def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_prompts(
+    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     if len(prompt_ids) == 0:
         raise ValueError("sample: no prompts, expected at least one list of token ids.")
     lengths = [len(prompt) for prompt in prompt_ids]
@@ -392,7 +391,7 @@ def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_toke
         )
 
 
-def _check_cache(decoder: Any) -> None:
+def _check_cache(decoder: PreTrainedModel) -> None:
     # such a model would take the cache as one more keyword and forget all but the last token
     if "past_key_values" not in _arguments(type(decoder)):
         raise ValueError(
