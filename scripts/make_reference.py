@@ -89,7 +89,12 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def fields_table(prefix: str, fields: dict[str, FieldInfo]) -> str:
     rows = [
-        [f"`{prefix}{name}`", type_of(field), default_of(field), field.description or ""]
+        [
+            f"`{prefix}{name}`",
+            type_of(field),
+            default_of(field),
+            " ".join((field.description or "").split()),
+        ]
         for name, field in fields.items()
     ]
     return table(["key", "type", "default", "meaning"], rows)
