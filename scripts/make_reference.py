@@ -89,7 +89,12 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def fields_table(prefix: str, fields: dict[str, FieldInfo]) -> str:
     rows = [
-        [f"`{prefix}{name}`", type_of(field), default_of(field), field.description or ""]
+        [
+            f"`{prefix}{name}`",
+            type_of(field),
+            default_of(field),
+            " ".join((field.description or "").split()),
+        ]
         for name, field in fields.items()
     ]
     return table(["key", "type", "default", "meaning"], rows)
@@ -129,6 +134,8 @@ def columns_page() -> str:
     parts = [
         "A run folder is the only thing that the report, the viewer, the probes and a notebook"
         " read.\n`cp.load_run(RUN)` opens it.",
+        "## Files",
+        files_text(),
         "## rollouts/batch_*.parquet",
         "One row per rollout.\nThe columns from `token_ids` on are lists with one entry per"
         " response token.",
@@ -141,7 +148,24 @@ def columns_page() -> str:
         f"`{schema.PART_PREFIX}<axis>_rest` is what the optimizer's memory (momentum, weight decay)"
         " brought.\nThe parts of an axis add up to `predicted`.",
     ]
-    return page("Columns", *parts)
+    old = [[f"`{name}`", f"`{new}`"] for name, new in schema.RENAMED_COLUMNS.items()]
+    parts += [
+        "## Folders of version 1",
+        "They still open.\nThe reader translates their names:",
+        table(["version 1", f"version {schema.SCHEMA_VERSION}"], old),
+    ]
+    return page("Run folder: files and columns", *parts)
+
+
+def files_text() -> str:
+    """The list of files in the schema's docstring, as a block, with the version."""
+    block = re.search(r"::\n\n((?:    .*\n)+)", schema.__doc__ or "")
+    assert block, "run/schema.py: no list of files in the docstring"
+    return (
+        f"Batches are counted from 0; the schema version is {schema.SCHEMA_VERSION}.\n"
+        "The last column says where a file carries it.\n\n"
+        f"```text\n{inspect.cleandoc(block[1])}\n```"
+    )
 
 
 def column_table(columns: dict[str, str]) -> str:

@@ -128,12 +128,12 @@ def _sharing(
 
 @declare(report=_sharing)
 def shared_prefix(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
-    """Count a shared update once.
+    """Count a shared prefix once.
 
     credit'_it = credit_it / |{j in the group of i : y_j agrees with y_i up to and including token
     t}|
 
-    The updates that many rollouts of a group have in common enter a group's objective once for each
+    The tokens that many rollouts of a group have in common enter a group's objective once for each
     rollout; this undoes it. Keeps the sign, not the mass (it can only fall).
 
     Reference: lambda-GRPO, arXiv 2509.21154; the divisor is the size of the token's process set, as
