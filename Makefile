@@ -1,15 +1,16 @@
-# A fresh machine needs python3 (>= 3.10), pip and make. Everything else goes into .venv; constraints.txt pins what was tested.
+# A fresh machine needs python3 (>= 3.10), pip and make. Everything else goes into .venv;
+# constraints.txt pins what was tested.
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed
 # PIP_ARGS: extra arguments for pip, for example PyTorch's CPU index on a Linux machine without a GPU
-# small models on few cores run fastest with one thread a process
+# small models on few cores run fastest with one thread per process
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-browser test-hosts test-verl check docs bench clean
+.PHONY: setup demo test test-browser test-hosts test-verl test-wheel check docs bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +38,10 @@ test-hosts: setup
 test-verl: setup
 	bash scripts/make_verl_env.sh $(PY) .venv-verl
 	PYTHONPATH= .venv-verl/bin/python -m pytest tests/catalogue/test_parity_verl.py tests/hosts/verl -p no:cacheprovider
+
+# the package as a user gets it: built, installed elsewhere, run outside the repository
+test-wheel: setup
+	bash scripts/test_wheel.sh $(PY)
 
 check: setup
 	$(VENV)/bin/ruff check .
