@@ -262,7 +262,7 @@ def line(row: dict[str, Any], num_tokens: int) -> str:
 
 
 def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[dict[str, Any]]:
-    """Every rule on the rollouts of a real batch of the trainer, as a share of that batch's seconds."""
+    """Every rule on the rollouts of a real batch, as a share of that batch's seconds."""
     from counterpoise import method as make_method
     from counterpoise.policy import load_model
     from counterpoise.sampling import SAMPLED

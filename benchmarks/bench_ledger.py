@@ -1,4 +1,4 @@
-"""What the ledger costs: time as a multiple of the training batch it explains, by stage; growth with
+"""What the ledger costs: time as a multiple of the batch it explains, by stage; growth with
 tokens; peak memory; the head kernel.
 
     python benchmarks/bench_ledger.py [--recipe recipes/demo.yaml] [--set rollouts.prompts=32]

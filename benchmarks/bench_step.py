@@ -1,7 +1,7 @@
 """A whole RL batch: our trainer against TRL's GRPOTrainer on the same model, prompts, lengths,
 reward and optimizer.
 
-    python benchmarks/bench_step.py                                    # the bundled model on arithmetic
+    python benchmarks/bench_step.py                                # the bundled model on arithmetic
     python benchmarks/bench_step.py --model smollm2 --data asdiv.jsonl --prompts 64 --new-tokens 112
 
 A batch is one batch: sampling, grading, credit and ``--updates`` updates, files

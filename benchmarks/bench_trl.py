@@ -9,10 +9,11 @@ method train side by side in one process, turn by turn: generation k of each, th
 The learning rate is 0, so that all of them sample the same rollouts and do the same work (checked).
 Times are processor times of the trainer's thread; medians over generations.
 
-    own     time in counterpoise's overrides and ledger, outside of TRL's methods / the rest of the same trainer's batch. Precise on a busy
-            machine too; leaves out the gradient of a loss of ours and the copying of hidden states
-            (both are in total).
-    total   time of the batch / plain TRL's time for the same batch - 1. All in, and as noisy as the machine: ``uniform`` runs nothing of ours.
+    own     time in counterpoise's overrides and ledger, outside of TRL's methods, divided by the
+            rest of the same trainer's batch. Precise on a busy machine too; leaves out the gradient
+            of a loss of ours and the copying of hidden states (both are in total).
+    total   time of the batch / plain TRL's time for the same batch - 1. Everything is in it, and it
+            is as noisy as the machine: ``uniform`` runs nothing of ours.
 
 ``updates`` is the number of optimizer updates a generation. With several TRL scores the rollouts
 itself and rules read that forward; with one it does not, and a rule that reads log-probs, entropies

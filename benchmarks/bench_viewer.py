@@ -106,7 +106,7 @@ def measure_page(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def timed(browser: Browser, page: Page, act: Callable[[], None]) -> dict[str, float]:
-    """Longest task of the page's main thread while something is done, by the browser's own trace."""
+    """Longest task of the page's main thread during an action, by the browser's own trace."""
     browser.start_tracing(page=page, categories=["toplevel"])
     start = time.perf_counter()
     act()

@@ -1,4 +1,4 @@
-"""The figures of docs/results/claims.md from the numbers under benchmarks/results: the probes' own figures
+"""The figures of docs/results/claims.md from benchmarks/results: the probes' own figures
 as pictures.
 
 python benchmarks/claims_figures.py benchmarks/results/claims_bundled docs/img/claims_bundled
@@ -30,7 +30,7 @@ def main(results: Path, prefix: Path) -> None:
 
 
 def summaries(results: Path) -> dict[str, Path]:
-    """The pooled summary of each probe, or that of its last batch where there is nothing to pool."""
+    """The pooled summary of each probe, or that of its last batch where none was pooled."""
     out = {}
     for name in PROBES:
         found = sorted(

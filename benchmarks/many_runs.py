@@ -1,7 +1,7 @@
 """Many training runs of one recipe, several at a time; runs that are there are not made again.
 
 cases = [Case("dapo-0", {"seed": 0, "method.name": "dapo"}), ...]
-evals = run_all("recipes/demo.yaml", cases, Path("runs/mine"), jobs=2)     # name -> rows of evals.jsonl
+evals = run_all("recipes/demo.yaml", cases, Path("runs/mine"), jobs=2)  # name -> evals
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def trained(
         config = load_config(recipe, overrides)
         result = train(config, fresh=True)
         if not result.is_finished:
-            return f"stopped after batch {result.step}"
+            return f"stopped after batch {result.batch_number}"
         if closing:
             close(config, run_dir, closing)
     except Exception as error:  # one run that fails must not cost the others

@@ -1,4 +1,4 @@
-"""The figure of docs/results/comparison.md: held-out accuracy of every method with intervals over seeds,
+"""The figure of docs/results/comparison.md: accuracy of every method with intervals over seeds,
 greedy and pass@k beside it.
 
 python benchmarks/methods_figure.py benchmarks/results/methods_bundled docs/img/methods_bundled.png

@@ -1,13 +1,16 @@
-"""The experiments of docs/results/claims.md: train by a recipe, probe snapshots of the run, keep raw data
-and numbers.
+"""The experiments of docs/results/claims.md: train by a recipe, probe snapshots of the run, keep
+raw data and numbers.
 
-    python benchmarks/run_claims.py --recipe recipes/demo.yaml --batches 31 --probe-at 10 20 30 --out
-    benchmarks/results/claims_bundled python benchmarks/run_claims.py --recipe
-    recipes/smollm2_asdiv.yaml --set task.path=asdiv.jsonl --batches 81 --probe-at 40 60 80 --out OUT python benchmarks/run_claims.py --numbers OUT          # numbers of raw data that came without (a machine without pandas)
+    python benchmarks/run_claims.py --recipe recipes/demo.yaml --batches 31 \\
+        --probe-at 10 20 30 --out benchmarks/results/claims_bundled
+    python benchmarks/run_claims.py --recipe recipes/smollm2_asdiv.yaml \\
+        --set task.path=asdiv.jsonl --batches 81 --probe-at 40 60 80 --out OUT
+    python benchmarks/run_claims.py --numbers OUT  # numbers of raw data that came without them
 
-What is done is not done again: call it once more with the same arguments to go on. Every stage runs
-even if one before it failed; no stage begins after ``--limit`` seconds. ``stages.json`` tells the
-seconds of each stage and what went wrong."""
+Finished stages are skipped: call it again with the same arguments to continue. Every stage runs
+even if one before it failed; no stage begins after ``--limit`` seconds. ``stages.json`` holds the
+seconds of each stage and what went wrong.
+"""
 
 from __future__ import annotations
 
@@ -127,15 +130,16 @@ def trained(config: Config, limit_s: float) -> None:
         timer.cancel()
     if not result.is_finished:
         raise TimeoutError(
-            f"training stopped after batch {result.step} of {config.num_batches}; run the same command"
+            f"training stopped after batch {result.batch_number} of {config.num_batches};"
+            " run the same command"
             " to go on"
         )
 
 
 def probed(run_dir: Path, name: str, scene: Scene | None, settings: dict[str, Any]) -> Any:
     """A probe's tables, and its numbers and figure where they can be made."""
-    step = last_batch(run_dir, PROBES[name].needs_snapshot) if scene is None else scene.step
-    return (run_probe if HAS_NUMBERS else make_tables)(run_dir, name, step, settings, scene=scene)
+    batch = scene.batch_number if scene else last_batch(run_dir, PROBES[name].needs_snapshot)
+    return (run_probe if HAS_NUMBERS else make_tables)(run_dir, name, batch, settings, scene=scene)
 
 
 def probe_settings(texts: list[str]) -> dict[str, dict[str, int]]:

@@ -1,7 +1,7 @@
 """All published methods against each other under one harness: the same model, prompts, rollouts,
 optimizer and number of tuning runs.
 
-    python benchmarks/run_methods.py --jobs 16                            # docs/results/comparison.md
+    python benchmarks/run_methods.py --jobs 16                        # docs/results/comparison.md
     python benchmarks/run_methods.py --methods grpo delta dfpo_min --rates 3e-4 --seeds 1 2 3
 
 Each method is its preset, unchanged. It is tuned first: one run for each learning rate with seed

@@ -202,7 +202,8 @@ def train(
         if batch_number >= args.first_check and batch_number % args.check_every == 0:
             solved_frac = num_solved(model, tokenizer, checks) / len(checks)
             print(
-                f"batch {batch_number}  loss {loss.item():.4f}  solved {solved_frac:.3f}  {time.time() - began:.0f} s",
+                f"batch {batch_number}  loss {loss.item():.4f}  solved {solved_frac:.3f}"
+                f"  {time.time() - began:.0f} s",
                 flush=True,
             )
             if args.target <= solved_frac <= args.target + 0.06:
@@ -248,7 +249,8 @@ def main() -> None:
         solved = num_solved(model, tokenizer, held_out, greedy=greedy)
         low, high = binomtest(solved, len(held_out)).proportion_ci(method="wilson")
         print(
-            f"held-out, {name}: {solved / len(held_out):.3f} [{low:.3f}, {high:.3f}] of {len(held_out)} problems",
+            f"held-out, {name}: {solved / len(held_out):.3f} [{low:.3f}, {high:.3f}]"
+            f" of {len(held_out)} problems",
             flush=True,
         )
 

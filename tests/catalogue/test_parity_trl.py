@@ -4,11 +4,15 @@ float64: loss value and gradient.
 TRL's method runs unchanged on a stand-in that has the attributes it reads; the stand-in's "model"
 hands out the log-probs to differentiate.
 
-loss type   ours                                         loss type   ours
-grpo        clipped, per_sequence                        cispo       detached_ratio (clip_high = epsilon_high - 1), per_token
-bnpo        clipped, per_token (one micro-batch)         sapo        soft_gate, per_sequence
-dapo        clipped, per_token                           luspo       clipped or sequence_ratio, constant_length(length=1)
-dr_grpo     clipped, constant_length                     vespo       no equal: its weight is a gamma function of the sequence product
+loss type   ours
+grpo        clipped, per_sequence
+bnpo        clipped, per_token (one micro-batch)
+dapo        clipped, per_token
+dr_grpo     clipped, constant_length
+cispo       detached_ratio (clip_high = epsilon_high - 1), per_token
+sapo        soft_gate, per_sequence
+luspo       clipped or sequence_ratio, constant_length(length=1)
+vespo       no equal: its weight is a gamma function of the sequence product
 
 ``importance_sampling_level="sequence"`` is ``sequence_ratio`` for the clipped types; for cispo and
 sapo we have no sequence form.

@@ -4,15 +4,28 @@ value and gradient.
 verl's transformers pin conflicts with ours, so it has an environment of its own:
 ``scripts/make_verl_env.sh``.
 
-policy loss          ours                             ``loss_agg_mode``         ours
-vanilla              clipped (dual_clip)              token-mean                per_token
-gspo                 sequence_ratio                   seq-mean-token-mean       per_sequence
-sapo                 soft_gate, per_sequence          seq-mean-token-sum        constant_length(length=1)
-gpg                  reinforce                        seq-mean-token-sum-norm   constant_length
-cispo                detached_ratio                   token-sum                 none: a sum that grows with the batch
-geo_mean             geometric, per_sequence
-clip_cov, kl_cov     clip_cov, kl_cov                 advantage: grpo -> group_zscore or group_mean, rloo -> leave_one_out,
-dppo_*, dro          none                             reinforce_plus_plus(_baseline) -> see the tests; gae, remax, opo, otb, gdpo, passk: none
+policy loss               ours
+vanilla                   clipped (dual_clip)
+gspo                      sequence_ratio
+sapo                      soft_gate, per_sequence
+gpg                       reinforce
+cispo                     detached_ratio
+geo_mean                  geometric, per_sequence
+clip_cov, kl_cov          clip_cov, kl_cov
+dppo_*, dro               none
+
+``loss_agg_mode``         ours
+token-mean                per_token
+seq-mean-token-mean       per_sequence
+seq-mean-token-sum        constant_length(length=1)
+seq-mean-token-sum-norm   constant_length
+token-sum                 none: a sum that grows with the batch
+
+advantage                 ours
+grpo                      group_zscore or group_mean
+rloo                      leave_one_out
+reinforce_plus_plus       with and without _baseline: see the tests
+gae, remax, opo, otb, gdpo, passk: none
 
 verl adds 1e-8 to counts of tokens where it takes means and to the variance where it whitens: hence
 the wider tolerances in those places."""

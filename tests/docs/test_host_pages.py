@@ -233,8 +233,8 @@ def test_nemo_rl(module):
 
 
 class TinkerClient:
-    """Keeps the data and the gradient of every batch; the log-probs of the model that is trained are
-    given.
+    """Keeps the data and the gradient of every batch; the log-probs of the model that is trained
+    are given.
     """
 
     def __init__(self, logprobs_of):

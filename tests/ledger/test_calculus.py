@@ -128,8 +128,8 @@ def test_classes_add_up_and_the_rest_of_sgd_is_nothing():
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1}])
 def test_the_rest_of_adam_is_its_memory(make, options):
-    """dtheta minus what this gradient moved, second moments fixed, is momentum of earlier batches and
-    weight decay: computed here by hand.
+    """dtheta minus what this gradient moved, second moments fixed, is momentum of earlier batches
+    and weight decay: computed here by hand.
     """
     model = clean_gpt2()
     optimizer = make(model.parameters(), lr=1e-3, betas=(0.8, 0.95), eps=1e-6, **options)
@@ -404,8 +404,8 @@ def test_attention_without_forward_mode_is_switched_and_restored():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "cohere", "phi", "gpt2"])
 def test_forward_mode_of_other_architectures(name):
-    """Several of them keep a norm or angles in float32, so differences are taken over a wider batch;
-    batched and single passes agree closely.
+    """Several of them keep a norm or angles in float32, so differences are taken over a wider
+    batch; batched and single passes agree closely.
     """
     model = tiny(name, dtype=torch.float64)
     params = trainable(model)

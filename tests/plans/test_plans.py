@@ -78,8 +78,8 @@ def test_plans_are_seeded_by_the_generator_alone(name, params):
 
 
 def test_query_preserved_levels_rows_of_unequal_groups():
-    """Sizes 5, 3, 2, 2 into two updates: largest first, each to the smaller update: 5 + 2 and 3 + 2,
-    never 5 + 3.
+    """Sizes 5, 3, 2, 2 into two updates: largest first, each to the smaller update:
+    5 + 2 and 3 + 2, never 5 + 3.
     """
     group_N = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [3] * 2)
     for seed in range(4):

@@ -316,8 +316,8 @@ def test_matching_within_a_prompt_takes_no_nearer_token_of_another(seed: int) ->
 
 
 def test_pooled_shares_do_not_weigh_steps_by_their_size() -> None:
-    """Reasoning has 3/4 of each variant's change at the first batch and 1/4 at the second; positives
-    only change ten times as much at the first.
+    """Reasoning has 3/4 of each variant's change at the first batch and 1/4 at the second;
+    positives only change ten times as much at the first.
     """
 
     def rows(variant: str, sizes: tuple[float, float]) -> list[dict]:

@@ -40,8 +40,9 @@ def reward(prompt, text):
         os._exit(3)
     if text == "sys.exit":
         raise SystemExit(4)
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "1.0", "int": 1, "bool": True,
-            "tensor": torch.tensor(0.5), "pid": os.getpid()}.get(text, float(text == prompt.answer))
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "string": "1.0", "int": 1,
+            "bool": True, "tensor": torch.tensor(0.5), "pid": os.getpid(),
+            }.get(text, float(text == prompt.answer))
 """
 
 
@@ -162,9 +163,11 @@ if __name__ == "__main__":
         from user_task import UserTask as task_class
         task = task_class()
     meta = {"note": Note()} if sys.argv[2] == "own meta" else {}
-    print(grade(task, [(Prompt("a", "", "4"), str(os.getpid())), (Prompt("b", "", "4"), "4")], num_workers=2).reward)
+    pairs = [(Prompt("a", "", "4"), str(os.getpid())), (Prompt("b", "", "4"), "4")]
+    print(grade(task, pairs, num_workers=2).reward)
     if meta:
-        print(grade(task, [(Prompt("a", "", "4", meta), "4"), (Prompt("b", "", "4", meta), "5")], num_workers=2).reward)
+        pairs = [(Prompt("a", "", "4", meta), "4"), (Prompt("b", "", "4", meta), "5")]
+        print(grade(task, pairs, num_workers=2).reward)
 """
 
 

@@ -34,8 +34,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_coefficients_are_those_of_the_update(case, tmp_path):
-    """With SGD an update is the sum of its tokens' gradients times their coefficients: nothing may be
-    left over for "rest".
+    """With SGD an update is the sum of its tokens' gradients times their coefficients: nothing may
+    be left over for "rest".
     """
     trainer = trl_tiny.ours(tmp_path, args=SGD | CASES[case])
     trainer.train()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hosts
 def test_minor(minor, tmp_path):
     if trl.__version__.rsplit(".", 1)[0] != minor:
         pytest.skip(
-            f"trl {trl.__version__} is installed; python tests/helpers/trl_minors.py runs the others"
+            f"trl {trl.__version__} is installed; tests/helpers/trl_minors.py runs the others"
         )
     assert [one for one in check_trl() if not one.is_ok] == []
     plain = trl_tiny.plain(tmp_path / "plain")

@@ -100,8 +100,8 @@ def half_solved(completions, **kwargs):
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo"])
 def test_rows_that_are_left_out_do_not_count(method, tmp_path, monkeypatch):
-    """Unequal updates with fillers: TRL's mean over rows, corrected, is our reduction over the update's
-    true rows.
+    """Unequal updates with fillers: TRL's mean over rows, corrected, is our reduction over the
+    update's true rows.
     """
     args = {"method": method, "plan": "reward_balanced", "max_steps": 4}
     by_trl = trained(tmp_path / "trl", args=args, reward_funcs=half_solved)

@@ -125,8 +125,8 @@ def graded(rewards):
 
 
 def test_reward_balanced_leaves_constant_prompts_out(queue_of):
-    """Two prompts are all right and all wrong: they go, fillers come, and every update holds as many
-    successes as failures.
+    """Two prompts are all right and all wrong: they go, fillers come, and every update holds as
+    many successes as failures.
     """
     rows = graded([4, 1, 3, 2, 0, 1, 3, 2])
     updates, batch, queue, metrics = ordered(rows, BALANCED, queue_of, mini=4)

@@ -31,9 +31,11 @@ import verl
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-ours = [sorted(name for name in table if name.startswith("counterpoise/")) for table in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, TRAINER_REGISTRY)]
+tables = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, TRAINER_REGISTRY)
+ours = [sorted(name for name in table if name.startswith("counterpoise/")) for table in tables]
+points = entry_points(group="verl.plugins", name="counterpoise")
 print(json.dumps({
-    "points": [(point.dist.name, point.value) for point in entry_points(group="verl.plugins", name="counterpoise")],
+    "points": [(point.dist.name, point.value) for point in points],
     "ours": ours,
     "trainer": [cls.__name__ for cls in get_trainer_cls("counterpoise/sync").__mro__[:3]],
 }))
@@ -46,8 +48,8 @@ LOOK = (
 
 @pytest.fixture
 def look(tmp_path):
-    """``registration()`` in a fresh process that finds the entry point, as an installed counterpoise
-    has it.
+    """``registration()`` in a fresh process that finds the entry point, as an installed
+    counterpoise has it.
     """
     info = tmp_path / "counterpoise_as_installed-0.dist-info"
     info.mkdir()

@@ -1,5 +1,5 @@
-"""Methods from outside, installed by tests/catalogue/test_plugins.py: ``taste`` doubles the credit of
-a rollout's first tokens, ``retry`` samples failed prompts once more.
+"""Methods from outside, installed by tests/catalogue/test_plugins.py: ``taste`` doubles the credit
+of a rollout's first tokens, ``retry`` samples failed prompts once more.
 """
 
 import counterpoise as cp
