@@ -1,9 +1,11 @@
-"""The structure holds: every folder has its place, and the core needs torch alone."""
+"""The structure holds: what each folder may import, how long a file may be, how much is typed."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "counterpoise"
@@ -16,6 +18,8 @@ ORDER = [
     *["tasks", "run", "policy", "sampling", "ledger", "trainer", "probes"],
     *["report", "viewer", "hosts", "cli", "__main__"],
 ]
+# over 400 lines today; none may join them
+TOO_LONG = {"sampling/engine.py", "sampling/sample.py", "types.py"}
 CORE = ["errors", "stage", "types", "maths", *AXES, "catalogue"]
 
 
@@ -23,8 +27,40 @@ def top(file: Path) -> str:
     return file.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs: the imports under ``if TYPE_CHECKING`` do not."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imports(file: Path) -> set[str]:
+    """Top-level files and folders of the package that a file imports, at once or later."""
+    names = set()
+    for node in nodes(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names if name.startswith("counterpoise.")]
+    return {part[1] for part in parts} & set(ORDER)
+
+
 def test_every_folder_has_its_place_in_the_order():
     assert {top(file) for file in FILES} - {"__init__"} == set(ORDER)
+
+
+def test_imports_point_one_way():
+    wrong = [
+        f"{file.relative_to(SRC)} imports {name}"
+        for file in FILES
+        if top(file) != "__init__"
+        for name in imports(file)
+        if ORDER.index(name) > ORDER.index(top(file))
+    ]
+    assert wrong == []
 
 
 def test_the_core_imports_torch_and_the_standard_library_alone():
@@ -39,3 +75,30 @@ def test_the_core_imports_torch_and_the_standard_library_alone():
         [sys.executable, str(ONLY_EXTRA), "", code], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_no_file_is_over_400_lines():
+    lengths = {str(file.relative_to(SRC)): len(file.read_text().splitlines()) for file in FILES}
+    assert {name for name, length in lengths.items() if length > 400} <= TOO_LONG
+
+
+def test_at_most_2_5_percent_of_arguments_are_any():
+    arguments = [
+        argument
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in every_argument(node.args)
+        if argument.arg not in ("self", "cls")
+    ]
+    untyped = [
+        one
+        for one in arguments
+        if isinstance(one.annotation, ast.Name) and one.annotation.id == "Any"
+    ]
+    assert len(untyped) / len(arguments) <= 0.025
+
+
+def every_argument(args: ast.arguments) -> list[ast.arg]:
+    rest = [one for one in (args.vararg, args.kwarg) if one]
+    return [*args.posonlyargs, *args.args, *args.kwonlyargs, *rest]

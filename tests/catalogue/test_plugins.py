@@ -1,4 +1,6 @@
-"""Methods from outside: ``register_*`` in a process, and an installed package with an entry point."""
+"""Methods from outside: ``register_*`` in a process, and an installed package with an
+entry point.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def batch(**more) -> cp.TokenBatch:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> dict[str, str]:
-    """The environment of a process that finds the package of ``helpers/plugin``, installed by pip."""
+    """The environment of a process that finds the package of ``helpers/plugin``,
+    installed by pip.
+    """
     folder = tmp_path_factory.mktemp("plugin")
     install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     install += ["--no-deps", "--no-build-isolation", "--target", str(folder / "site")]

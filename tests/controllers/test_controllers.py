@@ -115,7 +115,9 @@ def test_no_entropy_at_the_start_is_not_divided_by():
 
 
 def test_masses_are_those_of_the_advantage():
-    """m_S and m_F equal the mean over prompts of what the advantage gives successes and failures."""
+    """m_S and m_F equal the mean over prompts of what the advantage gives successes and
+    failures.
+    """
     group = [0, 0, 0, 0, 5, 5, 5, 5, 7, 7, 7, 7]
     batch = rollouts([1, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0], 1.0, group)
     control = after(batch, rate=1.0, target_entropy=1.4)

@@ -310,7 +310,9 @@ def test_kl_estimators_near_zero_agree():
 
 
 def many_candidates():
-    """60 rollouts of one token; the rewarded half is confident, so its 30 tokens lie in the band."""
+    """60 rollouts of one token; the rewarded half is confident, so its 30 tokens lie in
+    the band.
+    """
     batch = batch_of(
         [[i] for i in range(60)], sampler_logp=[[-0.01 if i < 30 else -5.0] for i in range(60)]
     )

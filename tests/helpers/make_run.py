@@ -382,7 +382,9 @@ def _metrics(
 def _tokens(
     batch: int, rows: list[dict[str, Any]], plan: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, Any]:
-    """The ledger's rows: a first-order world in which tokens push identical tokens of their group."""
+    """The ledger's rows: a first-order world in which tokens push identical tokens of
+    their group.
+    """
     step_of_row = {row: k for k, part in enumerate(plan["rows"]) for row in part}
     nodes, members = {}, defaultdict(set)
     out: dict[str, list[Any]] = defaultdict(list)

@@ -164,7 +164,9 @@ def all_strings(num_letters: int, length: int) -> Tensor:
 
 
 def reward_table(task: Tabular) -> Tensor:
-    """The reward of every string for every prompt, [P, M], strings in the order of ``all_strings``."""
+    """The reward of every string for every prompt, [P, M], strings in the order of
+    ``all_strings``.
+    """
     strings = ["".join(letters) for letters in itertools.product(task.alphabet, repeat=task.length)]
     prompts = [task.prompt(number) for number in range(task.num_prompts)]
     return torch.tensor(
@@ -179,7 +181,7 @@ def expected_reward(policy: TabularPolicy, reward_PM: Tensor) -> Tensor:
     y) grad log pi(y | p).
 
     >>> policy = TabularPolicy(num_letters=2, length=3)
-    >>> round(expected_reward(policy, reward_table(Tabular("ab", length=3))).item(), 6)  # one string of eight
+    >>> round(expected_reward(policy, reward_table(Tabular("ab", length=3))).item(), 6)
     0.125
     """
     strings_ML = all_strings(policy.num_letters, policy.length)

@@ -1,4 +1,6 @@
-"""Sharing, residuals and the learning tax: against loops, by hand, and against the Fisher matrix."""
+"""Sharing, residuals and the learning tax: against loops, by hand, and against the Fisher
+matrix.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def rows_of(advantage: list[float], width: int) -> Rows:
 
 
 def test_buckets_part_the_peers() -> None:
-    """Every weighted token of the prompt's other rollouts is in exactly one of the eight buckets."""
+    """Every weighted token of the prompt's other rollouts is in exactly one of the eight
+    buckets.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = rows_of([1.0, -1.0, 1.0, -1.0, 0.0], 4)
     ids_RT = torch.randint(0, 2, (5, 4), generator=generator)
@@ -127,7 +129,9 @@ def test_fewer_than_three_prompts_have_no_interval() -> None:
 
 
 def test_clustered_mean_and_interval() -> None:
-    """Clusters with means 0, 0 and 3: a draw of three gives 0, 1, 2 or 3 with 8, 12, 6 and 1 of 27."""
+    """Clusters with means 0, 0 and 3: a draw of three gives 0, 1, 2 or 3 with 8, 12, 6
+    and 1 of 27.
+    """
     value, cluster = np.array([0.0, 0.0, 0.0, 3.0, 3.0]), np.array([0, 1, 1, 2, 2])
     weight = np.array([1.0, 0.5, 0.5, 0.5, 0.5])
     ratio_B = ratios([value * weight], [weight], cluster)[:, 0]

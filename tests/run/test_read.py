@@ -172,7 +172,9 @@ def test_small_files_may_hold_any_values(run_dir, odd):
     ],
 )
 def test_links_out_of_the_folder_are_not_followed(run_dir, tmp_path, monkeypatch, name):
-    """Every file that a reader opens is noted; none lies outside the run, whatever is a link there."""
+    """Every file that a reader opens is noted; none lies outside the run, whatever is a
+    link there.
+    """
     (run_dir / "tokenizer.json").write_text("{}")
     outside = tmp_path / "outside"
     (run_dir / name).rename(outside)

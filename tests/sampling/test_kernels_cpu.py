@@ -54,7 +54,9 @@ def sized(name="llama", **changes):
 
 
 def state(model, num_rows=5, room=200):
-    """Fused weights, a cache with something in it, tokens, and positions at the edges of a block."""
+    """Fused weights, a cache with something in it, tokens, and positions at the edges of
+    a block.
+    """
     weights, shape = decoder.fuse_weights(model, torch.float32), decoder.shape_of(model)
     keys, values = torch.randn(
         2, shape.num_layers, num_rows, shape.num_kv_heads, room, shape.head_size
@@ -342,7 +344,9 @@ def test_equal_logits_are_candidates_in_the_order_of_the_vocabulary():
 
 @native
 def test_tokens_follow_the_models_distribution():
-    """Chi-square of the first token, and of the second given the likeliest first, at temperature 1."""
+    """Chi-square of the first token, and of the second given the likeliest first, at
+    temperature 1.
+    """
     model, num = tiny(vocab_size=6, bos_token_id=None, eos_token_id=None), 8000
     rollouts = sample(model, [[1, 2, 3]], group_size=num, max_new_tokens=2, stop_ids=[], seed=11)
     first_N, second_N = rollouts.token_ids_NT.unbind(1)

@@ -1,4 +1,6 @@
-"""check_trl notices when TRL no longer behaves as we rely on, and ``counterpoise doctor`` says so."""
+"""check_trl notices when TRL no longer behaves as we rely on, and ``counterpoise doctor``
+says so.
+"""
 
 from __future__ import annotations
 

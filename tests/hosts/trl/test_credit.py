@@ -141,7 +141,9 @@ def test_groups_and_rewards(tmp_path, batches):
 
 
 def test_a_reward_function_may_skip_rows_but_not_all_may(tmp_path, batches):
-    """None of one function leaves the others' sum; None of all is an error that names the rollouts."""
+    """None of one function leaves the others' sum; None of all is an error that names the
+    rollouts.
+    """
 
     def some(completions, **kwargs):
         return [None if k % 2 else 1.0 for k in range(len(completions))]

@@ -94,7 +94,9 @@ def test_trls_own_shuffle_splits_prompts(tmp_path):
 
 
 def half_solved(completions, **kwargs):
-    """Three of eight prompts are solved by all: constant groups, which reward_balanced leaves out."""
+    """Three of eight prompts are solved by all: constant groups, which reward_balanced
+    leaves out.
+    """
     return [1.0 if (k // 4) % 8 < 3 else float(k % 2) for k in range(len(completions))]
 
 
