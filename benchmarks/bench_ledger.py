@@ -38,17 +38,16 @@ from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger import coupling_table
 from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.ledger.recorder import observe
-from counterpoise.run.checkpoint import LoopState
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, load_config
-from counterpoise.trainer.loop import load_policy
+from counterpoise.trainer.loop import ledger_recording, load_policy
 from counterpoise.trainer.update import adamw, apply_update
 
 KERNEL_SIZES = (4096, 49152, 576)  # tokens, vocabulary, hidden size: those of SmolLM2-135M
 # what is timed by itself: stage -> (module, function)
 STAGES = {
-    "scores before and after": ("counterpoise.ledger.account", "scored"),
+    "scores before and after": ("counterpoise.ledger.account", "score_update"),
     "gradients by class": ("counterpoise.ledger.calculus.decompose", "class_gradients"),
     "forward mode": ("counterpoise.ledger.calculus.decompose", "change_along"),
     "residuals": ("counterpoise.ledger.book", "residuals"),
@@ -115,8 +114,9 @@ class Bench(NamedTuple):
         plan = method.plan(collected.batch, config.optimizer.updates_per_batch)
         sample_s, update_s, began = self.clock() - start, 0.0, self.clock()
         with timed_stages(self.clock) as stages:
+            recording = ledger_recording(config, self.policy)
             with observe(
-                folder, self.policy, optimizer, collected, credit, config, LoopState()
+                folder, self.policy, optimizer, collected, credit, recording, 0, None
             ) as ledger:
                 for row_R in plan:
                     rows = method.rows(collected.batch, credit, row_R)
@@ -126,7 +126,7 @@ class Bench(NamedTuple):
                         self.policy.model, optimizer, method, rows, collected, config
                     )
                     update_s += self.clock() - start
-                    ledger.after(update)
+                    ledger.after(update.rows, update.loss, update.clip_factor, update.grad_norm)
             ledger_s = self.clock() - began - update_s
         return Cost(sample_s, update_s, ledger_s, int(collected.batch.mask_NT.sum()), stages)
 

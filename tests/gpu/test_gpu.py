@@ -21,12 +21,13 @@ from counterpoise import method as make_method
 from counterpoise.ledger import change_along
 from counterpoise.ledger.calculus.logprobs import Texts, of_model, trainable
 from counterpoise.policy import load_model, measure, pack, token_logp
+from counterpoise.policy.precision import autocast
 from counterpoise.sampling import decoder, sample
 from counterpoise.sampling import draw as plain
 from counterpoise.sampling.kernels import triton_decoder as decoder_triton
 from counterpoise.sampling.kernels import triton_draw as kernels_draw
 from counterpoise.tasks import task
-from counterpoise.trainer.collect import autocast, collect
+from counterpoise.trainer.collect import collect
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.update import apply_update, prepare_update
 from helpers.tiny_models import tiny
@@ -170,7 +171,7 @@ def test_greedy_equals_generate_token_for_token(max_rows):
         max_new_tokens=40,
         stop_ids=STOPS,
         seed=0,
-        greedy=True,
+        temperature=0,
         max_rows=max_rows,
     )
     for row, prompt in enumerate([p for p in PROMPTS for _ in range(3)]):

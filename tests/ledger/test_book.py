@@ -252,9 +252,9 @@ def test_summary_is_what_the_table_says(booked, table):
     assert found["part/sign/positive"] == pytest.approx(up / (up + down), rel=1e-4)
     updates = [frame["update"] == k for k in (0, 1)]
     full = [
-        frame["kl"][frame["is_fully_shared"] & batch_number].astype(float).mean()
-        for batch_number in updates
-        if (frame["is_fully_shared"] & batch_number).any()
+        frame["kl"][frame["is_fully_shared"] & in_update].astype(float).mean()
+        for in_update in updates
+        if (frame["is_fully_shared"] & in_update).any()
     ]
     assert found["tax/shared"] == pytest.approx(np.mean(full))
     assert found["residual/fully_shared"] == pytest.approx(0.0, abs=1e-6)

@@ -17,13 +17,12 @@ from counterpoise.ledger import (
     copy_params,
     forward_mode,
     of_model,
-    own_exact,
     response,
 )
 from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.logprobs import at, trainable
 from counterpoise.policy import token_logp
-from helpers.reference_ledger import clean_gpt2, token_gradients
+from helpers.reference_ledger import clean_gpt2, own_exact, token_gradients
 from helpers.tiny_models import tiny
 
 PROMPTS = [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
@@ -84,11 +83,10 @@ def test_forward_mode_equals_finite_differences(tied, is_batched, token_budget, 
         return at(model, moved, lambda m: token_logp(m, PROMPTS, IDS_NT, MASK_NT)).detach()
 
     for c in range(2):
-        batch_number = 1e-4
+        step = 1e-4
         slope_NT = (
-            8 * (logp(c, batch_number) - logp(c, -batch_number))
-            - (logp(c, 2 * batch_number) - logp(c, -2 * batch_number))
-        ) / (12 * batch_number)  # error of order batch^4
+            8 * (logp(c, step) - logp(c, -step)) - (logp(c, 2 * step) - logp(c, -2 * step))
+        ) / (12 * step)  # error of order step^4
         torch.testing.assert_close(change_CNT[c], slope_NT, rtol=1e-6, atol=1e-7)
     assert change_CNT[:, ~MASK_NT].abs().max() == 0
     assert change_CNT[:, MASK_NT].abs().min() > 1e-3
@@ -193,10 +191,10 @@ def test_own_and_coupling_equal_all_inner_products():
     optimizer = torch.optim.SGD(model.parameters(), lr=eta)
     gradient = token_gradients(model, PROMPTS, IDS_NT, MASK_NT)
     before = stepped(model, optimizer, weights())
-    batch_number = response(optimizer, dict(model.named_parameters()))
+    rate = response(optimizer, dict(model.named_parameters()))
     logprobs = of_model(model, texts())
-    found = decompose(logprobs, before, trainable(model), weights(), by_sign(), batch_number)
-    own = own_exact(logprobs, before, weights(), [(n, t) for n, t in TOKENS], batch_number)
+    found = decompose(logprobs, before, trainable(model), weights(), by_sign(), rate)
+    own = own_exact(logprobs, before, weights(), [(n, t) for n, t in TOKENS], rate)
     for j, (n, t) in enumerate(TOKENS):
         pulls = {
             k: eta * float(weights()[k]) * float(gradient[n, t] @ gradient[k]) for k in gradient

@@ -70,19 +70,19 @@ def test_snapshot_of_a_language_model_with_adamw():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.tensor([[1, 2, 3, 4]])
 
-    def batch_number() -> None:
+    def take_update() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    batch_number()
+    take_update()
     saved = snapshot(model, optimizer)
     weights = [p.detach().clone() for p in model.parameters()]
     moments = [
         {key: value.clone() for key, value in optimizer.state[p].items()}
         for p in model.parameters()
     ]
-    batch_number()
+    take_update()
     assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters()))
     restore(saved, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))

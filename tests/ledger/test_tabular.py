@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.ledger import LogProbs, cancellation, copy_params, own_exact, residuals, response
+from counterpoise.ledger import LogProbs, cancellation, copy_params, residuals, response
 from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.logprobs import trainable
-from counterpoise.tasks.tabular import TabularPolicy
 from counterpoise.types import TokenBatch
-from helpers.reference_ledger import phi
+from helpers.reference_ledger import own_exact, phi
+from helpers.tabular import TabularPolicy
 
 LETTERS, LENGTH = 2, 3
 # a group of four: all share the first letter, two the second, none the third
@@ -53,7 +53,7 @@ def logprobs_of(model: TabularPolicy, batch: TokenBatch) -> LogProbs:
     return LogProbs(batch.mask_NT, [LENGTH] * len(STRINGS), logp, logp)
 
 
-def batch_number(name: str, lr: float, **axes):
+def take_update(name: str, lr: float, **axes):
     """One SGD batch by a preset; what the ledger says of it."""
     model = policy()
     batch = batch_of(model)
@@ -99,7 +99,7 @@ def exact_change(model: TabularPolicy, batch: TokenBatch, before, direction) -> 
 
 
 def test_parts_add_up_to_the_exact_change():
-    model, batch, rows, loss, before, weight_NT, logprobs, found = batch_number("dr_grpo", 0.1)
+    model, batch, rows, loss, before, weight_NT, logprobs, found = take_update("dr_grpo", 0.1)
     direction = model.logits.detach() - before["logits"]
     expected_NT = exact_change(model, batch, before, direction)
     torch.testing.assert_close(found.predicted_NT, expected_NT, rtol=1e-13, atol=1e-16)
@@ -117,7 +117,7 @@ def test_own_and_coupling_by_hand():
     the other rollouts at that context.
     """
     eta = 0.1
-    model, batch, rows, loss, before, weight_NT, logprobs, found = batch_number("dr_grpo", eta)
+    model, batch, rows, loss, before, weight_NT, logprobs, found = take_update("dr_grpo", eta)
     context_NT = model.context_NT(torch.zeros(4, dtype=torch.long), batch.token_ids_NT)
     own = own_exact(
         logprobs, before, weight_NT, [(n, t) for n in range(4) for t in range(3)], {"logits": eta}
@@ -145,7 +145,7 @@ def test_actual_change_approaches_the_prediction_quadratically():
     """Halving the batch quarters what first order leaves out."""
     gaps = []
     for rate in (0.4, 0.2):
-        model, batch, _, _, before, _, logprobs, found = batch_number("dr_grpo", rate)
+        model, batch, _, _, before, _, logprobs, found = take_update("dr_grpo", rate)
         rows = torch.arange(4)
         delta_NT = logprobs.forward(trainable(model), rows) - logprobs.forward(before, rows)
         gaps.append(float((delta_NT - found.predicted_NT).norm()))
@@ -156,7 +156,7 @@ def test_shared_tokens_cancel_under_group_mean_with_constant_length():
     """All four rollouts share the first letter: the advantages sum to 0, so good and bad pull it
     exactly equally.
     """
-    *_, batch, rows, loss, before, weight_NT, logprobs, found = batch_number("dr_grpo", 0.1)
+    *_, batch, rows, loss, before, weight_NT, logprobs, found = take_update("dr_grpo", 0.1)
     positive, negative = (
         found.parts["sign"]["positive"][:, 0],
         found.parts["sign"]["negative"][:, 0],
@@ -176,7 +176,7 @@ def test_shared_tokens_cancel_under_group_mean_with_constant_length():
 
 
 def test_shared_tokens_do_not_cancel_under_positives_only():
-    *_, batch, rows, loss, before, weight_NT, logprobs, found = batch_number(
+    *_, batch, rows, loss, before, weight_NT, logprobs, found = take_update(
         "dr_grpo", 0.1, advantage="positives_only"
     )
     assert found.parts["sign"]["negative"].abs().max() == 0

@@ -71,7 +71,7 @@ def test_it_equals_finite_differences(wide_norms):
     model = tiny("qwen3", dtype=torch.float64)
     params = trainable(model)
     direction_C = directions(params, num=1)
-    batch_number = 1e-5
+    step = 1e-5
 
     def moved(size):
         other = tiny("qwen3", dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_it_equals_finite_differences(wide_norms):
                 p += size * direction_C[name][0]
             return token_logp(other, PROMPTS, IDS_NT, MASK_NT, temperature=0.7)[MASK_NT]
 
-    slope_M = (moved(batch_number) - moved(-batch_number)) / (2 * batch_number)
+    slope_M = (moved(step) - moved(-step)) / (2 * step)
     torch.testing.assert_close(
         written_out(model, params, direction_C, share=True)[0], slope_M, rtol=1e-4, atol=1e-4
     )

@@ -66,7 +66,7 @@ def test_refilled_slots_decode_greedily_as_generate_does(max_rows):
         max_new_tokens=12,
         stop_ids=STOPS,
         seed=0,
-        greedy=True,
+        temperature=0,
         max_rows=max_rows,
     )
     for row, prompt in enumerate([p for p in PROMPTS for _ in range(2)]):

@@ -281,7 +281,7 @@ def test_the_bundled_model_decodes_greedily_as_generate_does(max_rows):
         max_new_tokens=60,
         stop_ids=policy.stop_ids,
         seed=0,
-        greedy=True,
+        temperature=0,
         max_rows=max_rows,
     )
     for row, prompt in enumerate(prompts):

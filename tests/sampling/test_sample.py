@@ -95,7 +95,7 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 def test_greedy_equals_generate_token_for_token(name, engine):
     model = tiny(name)
     rollouts = sample(
-        model, PROMPTS, max_new_tokens=12, stop_ids=[2], seed=0, greedy=True, engine=engine
+        model, PROMPTS, max_new_tokens=12, stop_ids=[2], seed=0, temperature=0, engine=engine
     )
     for prompt, response in zip(PROMPTS, responses(rollouts)):
         expected = model.generate(
@@ -111,9 +111,7 @@ def test_greedy_equals_generate_token_for_token(name, engine):
 @torch.no_grad()
 def test_temperature_zero_is_greedy_and_reports_the_distribution_at_temperature_one():
     model = tiny()
-    greedy = sample(
-        model, PROMPTS, max_new_tokens=5, stop_ids=[], seed=0, greedy=True, temperature=0.3, top_k=2
-    )
+    greedy = sample(model, PROMPTS, max_new_tokens=5, stop_ids=[], seed=0, temperature=0, top_k=2)
     zero = sample(model, PROMPTS, max_new_tokens=5, stop_ids=[], seed=7, temperature=0)
     assert torch.equal(greedy.token_ids_NT, zero.token_ids_NT)
     logp, entropy = row_logp_entropy(model, PROMPTS[0], responses(zero)[0])
@@ -122,7 +120,7 @@ def test_temperature_zero_is_greedy_and_reports_the_distribution_at_temperature_
 
 
 @pytest.mark.parametrize("engine", [True, False])
-def test_a_row_depends_on_its_prompt_seed_and_stream_alone(engine):
+def test_a_row_depends_on_its_prompt_seed_and_stream_alone(engine, monkeypatch):
     model, settings = tiny(), {"max_new_tokens": 12, "stop_ids": STOPS, "seed": 5, "engine": engine}
     whole = responses(sample(model, PROMPTS, group_size=3, **settings))
     assert whole == responses(sample(model, PROMPTS, group_size=3, **settings))
@@ -132,11 +130,12 @@ def test_a_row_depends_on_its_prompt_seed_and_stream_alone(engine):
         )
     order = [2, 0, 3, 1]
     streams = [p * 3 + g for p in order for g in range(3)]
-    shuffled = responses(
-        sample(model, [PROMPTS[p] for p in order], group_size=3, streams=streams, **settings)
-    )
-    assert shuffled == [whole[stream] for stream in streams]
     assert whole != responses(sample(model, PROMPTS, group_size=3, **settings | {"seed": 6}))
+    monkeypatch.setattr(
+        "counterpoise.sampling.sample.uniforms", lambda seed, _, num: uniforms(seed, streams, num)
+    )
+    shuffled = responses(sample(model, [PROMPTS[p] for p in order], group_size=3, **settings))
+    assert shuffled == [whole[stream] for stream in streams]
 
 
 def test_each_distinct_prompt_is_read_once():
@@ -283,10 +282,10 @@ def test_streams_do_not_touch_each_other():
 
 def test_branch_continues_a_response_exactly():
     model, settings = tiny(), {"max_new_tokens": 10, "stop_ids": [2], "seed": 0}
-    answer = responses(sample(model, [PROMPTS[0]], greedy=True, **settings))[0]
+    answer = responses(sample(model, [PROMPTS[0]], temperature=0, **settings))[0]
     assert len(answer) > 4
     fresh = branch(
-        model, PROMPTS[0], [answer[:0], answer[:1], answer[:4]], num=2, greedy=True, **settings
+        model, PROMPTS[0], [answer[:0], answer[:1], answer[:4]], num=2, temperature=0, **settings
     )
     assert fresh.prompt_index_N.tolist() == [0, 0, 1, 1, 2, 2]
     for row, cut in enumerate([0, 0, 1, 1, 4, 4]):
@@ -351,7 +350,6 @@ def test_the_global_random_state_is_neither_read_nor_changed():
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"streams": [1]}, "got 1 streams, expected one a row: 4 prompts x 1"),
     ],
 )
 def test_bad_input_is_one_clear_line(changes, message):

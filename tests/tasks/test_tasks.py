@@ -16,15 +16,15 @@ from counterpoise.tasks import grade, task
 from counterpoise.tasks.arithmetic import Arithmetic, demonstration
 from counterpoise.tasks.gym import Gym
 from counterpoise.tasks.jsonl import Jsonl, equal_answers
-from counterpoise.tasks.tabular import (
+from counterpoise.tasks.workers import POOL
+from counterpoise.types import Prompt
+from helpers.tabular import (
     Tabular,
     TabularPolicy,
     all_strings,
     expected_reward,
     reward_table,
 )
-from counterpoise.tasks.workers import POOL
-from counterpoise.types import Prompt
 
 ROWS = [
     {"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
@@ -420,7 +420,7 @@ def test_tabular_rewards():
 
 def test_a_task_and_a_reward_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_tasks.py").write_text(
-        "from counterpoise.tasks.tabular import Tabular\n"
+        "from helpers.tabular import Tabular\n"
         "class Task(Tabular): pass\n"
         "class NoReward: prompts = None\n"
         "def length(prompt, text): return len(text) / 10\n"
@@ -430,8 +430,13 @@ def test_a_task_and_a_reward_of_ones_own(tmp_path, monkeypatch):
     assert next(own.prompts("train", 0)).answer in ("xx", "xy", "yx", "yy")
     graded = task({"name": "own_tasks:Task", "reward": "own_tasks:length"})
     assert graded.reward(Prompt("", ""), "12345") == 0.5
-    assert next(graded.prompts("train", 0)) == next(task("tabular").prompts("train", 0))
-    assert task("tabular", reward=lambda prompt, text: 2.0).reward(Prompt("", ""), "") == 2.0
+    assert next(graded.prompts("train", 0)) == next(
+        task("helpers.tabular:Tabular").prompts("train", 0)
+    )
+    assert (
+        task("helpers.tabular:Tabular", reward=lambda prompt, text: 2.0).reward(Prompt("", ""), "")
+        == 2.0
+    )
     for name, message in [
         ("own_tasks:Tusk", "module 'own_tasks' has no 'Tusk'. Did you mean 'Task'?"),
         ("own_taskz:Task", "cannot import 'own_taskz'"),

@@ -8,7 +8,6 @@ from counterpoise.ledger.calculus.decompose import (
     class_gradients,
     decompose,
     forward_mode,
-    own_exact,
 )
 from counterpoise.ledger.calculus.head_change import (
     HeadChange,
@@ -19,7 +18,6 @@ from counterpoise.ledger.calculus.head_change import (
 from counterpoise.ledger.calculus.head_kernel import (
     HeadKernel,
     coupling_table,
-    head_cancellation,
     head_kernel,
 )
 from counterpoise.ledger.calculus.logprobs import (
@@ -72,14 +70,12 @@ __all__ = [
     "drift",
     "fill_bank",
     "forward_mode",
-    "head_cancellation",
     "head_change",
     "head_kernel",
     "is_flip",
     "jitter",
     "load_categories",
     "of_model",
-    "own_exact",
     "residuals",
     "response",
     "restore",

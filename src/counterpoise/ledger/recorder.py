@@ -10,24 +10,38 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Book, Settings, fill_bank, load_categories, within_memory
-from counterpoise.ledger.measures.drift import drift
+from counterpoise.ledger.book import Book, Settings, within_memory
+from counterpoise.ledger.measures.drift import drift, fill_bank
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.policy import Policy, measure
-from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.write import write_tokens
-from counterpoise.trainer.collect import autocast
-from counterpoise.trainer.config import Config
-from counterpoise.trainer.update import Update, budget_that_fits
-from counterpoise.types import Credit, RolloutBatch
+from counterpoise.types import Credit, RolloutBatch, Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.ledger")
+
+State = dict[str, Any]  # JSON, carried from batch to batch
+
+
+class Recording(NamedTuple):
+    """What a run records.
+
+    Args:
+        every: every so many batches are accounted for; 0 records nothing.
+        bank: prompts of the solution bank.
+        success: a reward of at least this much counts as solved.
+        book: how a batch is accounted for.
+    """
+
+    every: int
+    bank: int
+    success: float
+    book: Settings
 
 
 @contextmanager
@@ -37,73 +51,58 @@ def observe(
     optimizer: torch.optim.Optimizer,
     collected: RolloutBatch,
     credit: Credit,
-    config: Config,
-    state: LoopState,
+    recording: Recording,
+    batch_number: int,
+    state: State | None,
 ) -> Iterator[Observer]:
-    """Watch the updates of one batch; afterwards ``metrics`` (keys ``ledger/...``)
-    and ``state`` (JSON) are there.
+    """Watch the updates of one batch; afterwards ``metrics`` (keys ``ledger/...``) and ``state``
+    (JSON, for the next batch) are there.
     """
-    observer = Observer(run_dir, policy, optimizer, collected, credit, config, state)
+    observer = Observer(run_dir, policy, collected, recording, batch_number, state)
+    if recording.every and batch_number % recording.every == 0:
+        observer.open_book(optimizer, credit)
     yield observer
-    if config.ledger.every:
+    if recording.every:
         observer.close()
 
 
 class Observer:
-    """``before()`` and ``after(update)`` around each update; on batches that are not chosen
-    it keeps the run's series only.
+    """``before()`` and ``after(...)`` around each update; on batches that are not accounted for it
+    keeps the run's series only.
     """
 
     def __init__(
         self,
         run_dir: Path,
         policy: Policy,
-        optimizer: torch.optim.Optimizer,
         collected: RolloutBatch,
-        credit: Credit,
-        config: Config,
-        state: LoopState,
+        recording: Recording,
+        batch_number: int,
+        state: State | None,
     ) -> None:
-        self.run_dir, self.policy, self.collected, self.config, self.batch_number = (
-            run_dir,
-            policy,
-            collected,
-            config,
-            state.batch_number,
-        )
+        self.run_dir, self.policy, self.collected = run_dir, policy, collected
+        self.recording, self.batch_number = recording, batch_number
         self.metrics: dict[str, float] = {}
-        self.state: dict[str, Any] = dict(state.ledger or {})
+        self.state: State = dict(state or {})
         self._grad_norms: list[float] = []
         self._book: Book | None = None
-        settings = config.ledger
-        if settings.every and state.batch_number % settings.every == 0:
-            how = Settings(
-                axes=settings.decompose,
-                categories=load_categories(settings.categories),
-                temperature=config.rollouts.temperature,
-                token_budget=budget_that_fits(policy.model, config),
-                autocast=lambda: autocast(policy.model),
-            )
-            self._book = Book(
-                policy.model,
-                optimizer,
-                collected.batch,
-                collected.prompt_ids,
-                credit,
-                self._texts,
-                how,
-            )
+
+    def open_book(self, optimizer: torch.optim.Optimizer, credit: Credit) -> None:
+        """Account for the batch."""
+        collected = self.collected
+        rollouts = (collected.batch, collected.prompt_ids, credit)
+        self._book = Book(self.policy.model, optimizer, *rollouts, self._texts, self.recording.book)
 
     def before(self) -> None:
         with within_memory(self._book, self._give_up):
             if self._book is not None:
                 self._book.before()
 
-    def after(self, update: Update) -> None:
-        self._grad_norms.append(update.grad_norm)
+    def after(self, rows: Rows, loss: TokenLoss, clip_factor: float, grad_norm: float) -> None:
+        self._grad_norms.append(grad_norm)
         with within_memory(self._book, self._give_up):
             if self._book is not None:
-                self._book.after(update.rows, update.loss, update.clip_factor)
+                self._book.after(rows, loss, clip_factor)
 
     def close(self) -> None:
         """Write the table, gather the numbers, carry the state on."""
@@ -115,8 +114,8 @@ class Observer:
             )
             for note in self._book.notes:
                 self._say(note)
-        found, self.state["jitter"] = jitter(self.state.get("jitter"), self._series())
-        self.metrics |= {f"jitter/{name}": value for name, value in found.items()}
+        jitters, self.state["jitter"] = jitter(self.state.get("jitter"), self._series())
+        self.metrics |= {f"jitter/{name}": value for name, value in jitters.items()}
         self.metrics = {f"ledger/{name}": value for name, value in self.metrics.items()}
 
     def _give_up(self, why: str) -> None:
@@ -127,7 +126,7 @@ class Observer:
         batch = self.collected.batch
         series = {
             "reward": float(batch.reward_N.mean()),
-            "accuracy": float((batch.reward_N >= self.config.success).float().mean()),
+            "accuracy": float((batch.reward_N >= self.recording.success).float().mean()),
         }
         if batch.entropy_NT is not None:
             series["entropy"] = float(masked_mean(batch.entropy_NT, batch.mask_NT))
@@ -142,7 +141,7 @@ class Observer:
         return {f"tax/cumulative_{name}": value for name, value in total.items()}
 
     def _fill_bank(self) -> None:
-        size, bank = self.config.ledger.bank, self.state.get("bank", [])
+        size, bank = self.recording.bank, self.state.get("bank", [])
         if len(bank) >= size:
             return
         batch = self.collected.batch
@@ -156,19 +155,19 @@ class Observer:
             names,
             self.collected.prompt_ids,
             ids,
-            (batch.reward_N >= self.config.success).tolist(),
+            (batch.reward_N >= self.recording.success).tolist(),
         )
 
     def _drift(self) -> dict[str, float]:
         bank = self.state.get("bank", [])
-        if self.config.ledger.bank and not bank:
+        if self.recording.bank and not bank:
             self._say(
                 "the solution bank is empty: no prompt so far has two distinct verified solutions,"
                 " so solution drift is not told yet. Raise rollouts.group_size or take an easier"
                 " task."
             )
-        found, self.state["bank"] = drift(bank, self._score)
-        return {f"drift/{name}": value for name, value in found.items()}
+        numbers, self.state["bank"] = drift(bank, self._score)
+        return {f"drift/{name}": value for name, value in numbers.items()}
 
     def _score(self, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
         device = self.collected.batch.mask_NT.device
@@ -178,13 +177,13 @@ class Observer:
             [[t < len(ids) for t in range(width)] for ids in solutions], device=device
         )
         settings = {
-            "temperature": self.config.rollouts.temperature,
-            "token_budget": budget_that_fits(self.policy.model, self.config),
+            "temperature": self.recording.book.temperature,
+            "token_budget": self.recording.book.token_budget,
         }
-        found = measure(
+        columns = measure(
             self.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings
         )
-        return found["trainer_logp_NT"].sum(1)
+        return columns["trainer_logp_NT"].sum(1)
 
     def _texts(self, ids: list[int]) -> list[str]:
         return self.policy.tokenizer.batch_decode(
@@ -192,7 +191,7 @@ class Observer:
         )
 
     def _say(self, note: str) -> None:
-        """One line in the log, once a run."""
+        """One line in the log, once per run."""
         said = self.state.setdefault("said", [])
         if note not in said:
             said.append(note)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from counterpoise.policy.architecture import rotates_by_length
 from counterpoise.policy.prompts import distinct, pad_prompts
-from counterpoise.sampling.decoder import rotates_by_length
 
 NAME = "counterpoise_prefix"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")

@@ -14,6 +14,7 @@ import torch
 from counterpoise.ledger import coupling_table, of_model
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_kernel import head_kernel
+from counterpoise.policy.precision import autocast
 from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.output import (
     Drawing,
@@ -26,7 +27,6 @@ from counterpoise.probes.output import (
 )
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import try_update
-from counterpoise.trainer.collect import autocast
 
 
 def probe(

@@ -23,6 +23,7 @@ from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.residual import residual
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import measure
+from counterpoise.policy.precision import autocast
 from counterpoise.probes.output import (
     Columns,
     Drawing,
@@ -33,7 +34,6 @@ from counterpoise.probes.output import (
     means,
 )
 from counterpoise.probes.scene import Scene
-from counterpoise.trainer.collect import autocast
 from counterpoise.trainer.loop import set_rate
 from counterpoise.trainer.update import apply_update
 

@@ -16,13 +16,13 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
 from counterpoise.maths.reduce import derived_seed
+from counterpoise.policy.precision import autocast
 from counterpoise.probes.output import Drawing, Frame, Output, error_bars, join_frames, means
 from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, try_update
 from counterpoise.sampling import branch
 from counterpoise.tasks import grade
-from counterpoise.trainer.collect import autocast
 from counterpoise.types import Rows
 
 ORIGINS = {"positive": 1, "negative": -1}

@@ -30,8 +30,7 @@ def branch(
         prompt_ids: token ids of one prompt for all prefixes, or one prompt a prefix.
         prefix_ids: the first tokens of responses; may be empty lists.
         num: completions of each prefix.
-        sampling: further arguments of ``sample`` (temperature, top_p, top_k, pad_id, greedy,
-            max_rows, streams).
+        sampling: further arguments of ``sample`` (temperature, top_p, top_k, pad_id, max_rows).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)

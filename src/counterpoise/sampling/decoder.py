@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
 
 class Layer(NamedTuple):
     """One decoder layer with q, k, v and gate, up joined.
@@ -58,30 +56,6 @@ class Shape(NamedTuple):
     head_size: int
     eps: float
     scaling: float
-
-
-def why_not(model: Any) -> str | None:
-    """Why this decoder cannot stand in for the model; None if it can."""
-    name, config = type(model).__name__, model.config
-    if name not in ARCHITECTURES:
-        return f"{name} is none of {', '.join(ARCHITECTURES)}"
-    if config.hidden_act != "silu":
-        return f"activation {config.hidden_act}"
-    if getattr(config, "use_sliding_window", False):
-        return "sliding-window attention"
-    if rotates_by_length(model.model):
-        return "rotary embedding that depends on the longest row"
-    if any(
-        not type(module).__module__.startswith(("transformers.", "torch.nn."))
-        for module in model.modules()
-    ):
-        return "modules put into the model (adapters, quantised layers)"
-    return None
-
-
-def rotates_by_length(decoder: Any) -> bool:
-    """Whether a token is rotated by its position and by the longest row of the forward too."""
-    return decoder.rotary_emb.rope_type in ("dynamic", "longrope")
 
 
 def shape_of(model: Any) -> Shape:

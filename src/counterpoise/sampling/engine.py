@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.prompts import distinct, pad_prompts
 from counterpoise.sampling.decoder import (
     decode,
@@ -30,7 +31,6 @@ from counterpoise.sampling.decoder import (
     refresh,
     rotary,
     shape_of,
-    why_not,
 )
 from counterpoise.sampling.draw import Draw, argmax, draw, truncate
 from counterpoise.sampling.kernels import cpu as kernels_cpu
@@ -88,7 +88,7 @@ def engine_for(model: Any) -> Engine | None:
     known.
     """
     if model not in _ENGINES:
-        reason = why_not(model)
+        reason = why_not_llama_like(model)
         if reason:
             log.warning(
                 "sample: the fast engine does not know this model (%s); the generic path is used.",

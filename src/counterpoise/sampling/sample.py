@@ -104,9 +104,7 @@ def sample(
     stop_ids: Sequence[int],
     pad_id: int = 0,
     seed: int,
-    greedy: bool = False,
     max_rows: int = 1024,
-    streams: Sequence[int] | None = None,
     engine: bool = True,
     needs: frozenset[str] | set[str] = frozenset(),
     topk: int = 20,
@@ -114,8 +112,9 @@ def sample(
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to
     top-k and then to the nucleus top-p.
 
-    ``greedy=True`` or ``temperature=0`` takes the likeliest token; its log-prob and entropy are
-    then those of the distribution at temperature 1, untruncated.
+    ``temperature=0`` takes the likeliest token; its log-prob and entropy are then those of the
+    distribution at temperature 1, untruncated. A row's tokens depend on its prompt, the seed and
+    the row's number, never on the other rows.
 
     Args:
         model: a Hugging Face causal LM.
@@ -123,15 +122,12 @@ def sample(
         group_size: G, rollouts of one prompt; row ``p * G + g`` is the g-th of prompt p.
         stop_ids: tokens that end a response; they are part of it.
         pad_id: fills ``token_ids_NT`` after the end.
-        seed: with ``streams`` it decides every draw.
+        seed: with the row's number it decides every draw.
         max_rows: rows in flight at once; lower it when memory runs out.
-        streams: number of each row's random stream (default: the row number). A row's tokens depend
-            on its prompt, the seed and this
-            number, never on the other rows.
         engine: take the fast engine where it knows the model; False always takes the generic path.
         needs: further columns (``SAMPLED``) that the engine takes from the pass that draws the
-            tokens; others are ignored, and so are
-            these on the generic path: ``measure`` has them all.
+            tokens; others are ignored, and so are these on the generic path: ``measure`` has them
+            all.
         topk: K of the candidates.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,8 +136,7 @@ def sample(
     >>> rollouts.prompt_index_N.tolist(), len(rollouts.stop_reason)
     ([0, 0, 1, 1], 4)
     """
-    streams = list(range(len(prompt_ids) * group_size)) if streams is None else list(streams)
-    greedy = greedy or temperature == 0
+    greedy = temperature == 0
     _check_settings(
         {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows},
         temperature,
@@ -149,17 +144,12 @@ def sample(
         top_k,
     )
     _check_prompts(model, prompt_ids, max_new_tokens)
-    if len(streams) != len(prompt_ids) * group_size:
-        raise ValueError(
-            f"sample: got {len(streams)} streams, expected one a row: {len(prompt_ids)} prompts x"
-            f" {group_size}."
-        )
     prompt_index = [p for p in range(len(prompt_ids)) for _ in range(group_size)]
     stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
     settings = _Settings(
         max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy
     )
-    columns, extras = _columns(streams, max_new_tokens, seed, greedy, model.device), {}
+    columns, extras = _columns(len(prompt_index), max_new_tokens, seed, greedy, model.device), {}
     prompts, fast = [prompt_ids[p] for p in prompt_index], engine_for(model) if engine else None
     with evaluating(model), torch.no_grad():
         if fast is None:
@@ -338,15 +328,14 @@ def _write(columns: _Columns, running: _Running, t: int, drawn: Draw) -> None:
     columns.length_N[row_B] += running.alive_B
 
 
-def _columns(streams: list[int], num: int, seed: int, greedy: bool, device: Any) -> _Columns:
-    n = len(streams)
+def _columns(n: int, num: int, seed: int, greedy: bool, device: torch.device) -> _Columns:
     return _Columns(
         token_ids_NT=torch.zeros(n, num, dtype=torch.long, device=device),
         sampler_logp_NT=torch.zeros(n, num, device=device),
         entropy_NT=torch.zeros(n, num, device=device),
         length_N=torch.zeros(n, dtype=torch.long, device=device),
         uniform_NT=(
-            torch.zeros(n, 0, device=device) if greedy else uniforms(seed, streams, num).to(device)
+            torch.zeros(n, 0, device=device) if greedy else uniforms(seed, range(n), num).to(device)
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Prompts and graders, one file a task.
+"""Prompts and graders, one file per task.
 
 A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k)
 alone, and ``reward(prompt, text)``.
@@ -23,9 +23,8 @@ BUILT_IN = {
     "arithmetic": "counterpoise.tasks.arithmetic:Arithmetic",
     "jsonl": "counterpoise.tasks.jsonl:Jsonl",
     "gym": "counterpoise.tasks.gym:Gym",
-    "tabular": "counterpoise.tasks.tabular:Tabular",
 }
-SHOWN = ("arithmetic", "jsonl", "gym:<name>", "tabular", "your.module:Task")
+SHOWN = ("arithmetic", "jsonl", "gym:<name>", "your.module:Task")
 
 
 @runtime_checkable
@@ -61,9 +60,8 @@ def task(
     """Build a task from its name and parameters.
 
     Args:
-        name: ``arithmetic``, ``jsonl``, ``gym:<name>``, ``tabular``, an import path
-            ``your.module:Task``; or a mapping with ``name``
-            and parameters.
+        name: ``arithmetic``, ``jsonl``, ``gym:<name>`` or an import path ``your.module:Task``;
+            or a mapping with ``name`` and parameters.
         reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
             own grader.
         success: what counts as solved, a reward of at least this much; the trainer reads it from the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
+from counterpoise.policy.precision import autocast
 from counterpoise.sampling import SAMPLED, Rollouts, sample
 from counterpoise.stage import call
 from counterpoise.tasks import Task, grade
@@ -76,13 +76,6 @@ def measure_columns(
             ref_model=reference,
         )
     return collected._replace(batch=batch.replace(**columns))
-
-
-def autocast(model: torch.nn.Module) -> Any:
-    """bf16 for matmuls on CUDA where the weights are float32; nothing elsewhere."""
-    parameter = next(model.parameters())
-    on = parameter.is_cuda and parameter.dtype == torch.float32
-    return torch.autocast("cuda", torch.bfloat16) if on else nullcontext()
 
 
 def responses(policy: Policy, rollouts: Rollouts) -> list[str]:

@@ -10,9 +10,10 @@ import numpy as np
 from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstrap
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts
+from counterpoise.policy.precision import autocast
 from counterpoise.sampling import sample
 from counterpoise.tasks import grade
-from counterpoise.trainer.collect import autocast, prompts_from, responses
+from counterpoise.trainer.collect import prompts_from, responses
 from counterpoise.trainer.config import Config
 
 

@@ -15,11 +15,14 @@ import torch
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.ledger.book import Settings
+from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.ledger.measures.classes import check_axes
-from counterpoise.ledger.recorder import observe
+from counterpoise.ledger.recorder import Recording, observe
 from counterpoise.maths.intervals import Interval
 from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.policy.load import quiet
+from counterpoise.policy.precision import autocast
 from counterpoise.run import checkpoint, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import checkpoints, read_jsonl
@@ -30,7 +33,14 @@ from counterpoise.trainer.evaluate import Evaluation, evaluate
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
-from counterpoise.trainer.update import Update, adamw, apply_update, learning_rate, prepare_update
+from counterpoise.trainer.update import (
+    Update,
+    adamw,
+    apply_update,
+    budget_that_fits,
+    learning_rate,
+    prepare_update,
+)
 from counterpoise.types import Credit, RolloutBatch
 
 
@@ -99,15 +109,24 @@ def train(
             clock.mark("credit_s")
 
             updates: list[Update] = []
-            with observe(run_dir, policy, optimizer, collected, credit, config, state) as ledger:
+            recording = ledger_recording(config, policy)
+            with observe(
+                run_dir,
+                policy,
+                optimizer,
+                collected,
+                credit,
+                recording,
+                batch_number,
+                state.ledger,
+            ) as ledger:
                 for row_R in plan:
                     set_rate(optimizer, config, state.num_updates + len(updates))
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
-                    updates.append(
-                        apply_update(policy.model, optimizer, method, rows, collected, config)
-                    )
-                    ledger.after(updates[-1])
+                    update = apply_update(policy.model, optimizer, method, rows, collected, config)
+                    ledger.after(update.rows, update.loss, update.clip_factor, update.grad_norm)
+                    updates.append(update)
             clock.mark("update_s")
 
             state = advance(
@@ -203,6 +222,18 @@ def start(
     }
     write.create_run(run_dir, config.model_dump(mode="json"), facts)
     return LoopState()
+
+
+def ledger_recording(config: Config, policy: Policy) -> Recording:
+    """What the ledger records of a batch, and how."""
+    how = Settings(
+        axes=config.ledger.decompose,
+        categories=load_categories(config.ledger.categories if config.ledger.every else None),
+        temperature=config.rollouts.temperature,
+        token_budget=budget_that_fits(policy.model, config),
+        autocast=lambda: autocast(policy.model),
+    )
+    return Recording(config.ledger.every, config.ledger.bank, config.success, how)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> None:

@@ -17,7 +17,7 @@ from counterpoise.policy import measure, token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
-from counterpoise.trainer.collect import autocast
+from counterpoise.policy.precision import autocast
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import RolloutBatch, Rows, TokenLoss
 

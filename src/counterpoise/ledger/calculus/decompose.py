@@ -13,7 +13,7 @@ Axes: N rollouts of the update, T response tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -155,29 +155,6 @@ def decompose(
         of_axis = {key[1]: found.get(key, torch.zeros_like(predicted_NT)) for key in keys}
         parts[axis] = of_axis | {REST: predicted_NT - sum(of_axis.values())}
     return Decomposition(predicted_NT, parts)
-
-
-def own_exact(
-    logprobs: LogProbs,
-    params: Params,
-    weight_NT: Tensor,
-    tokens: Sequence[tuple[int, int]],
-    response: Response,
-) -> Tensor:
-    """c_j <g_j, P g_j> over all parameters for chosen tokens (row, position): one backward a token."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    out = weight_NT.new_zeros(len(tokens))
-    for k, (n, t) in enumerate(tokens):
-        with torch.enable_grad():
-            logp_RT = logprobs.reverse(leaves, torch.tensor([n], device=weight_NT.device))
-        grads = torch.autograd.grad(logp_RT[0, t], list(leaves.values()), allow_unused=True)
-        norm = sum(
-            (grad.square() * response[name]).sum()
-            for name, grad in zip(leaves, grads)
-            if grad is not None
-        )
-        out[k] = weight_NT[n, t] * norm
-    return out
 
 
 def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:

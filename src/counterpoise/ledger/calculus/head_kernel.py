@@ -73,17 +73,6 @@ def head_kernel(
     return HeadKernel(phi_MM, hidden_MD @ hidden_MD.T, at_token_MM.diagonal().clone())
 
 
-def head_cancellation(kernel: HeadKernel, weight_M: Tensor) -> Tensor:
-    """1 - |sum_k c_k K_jk| / sum_k |c_k K_jk| of each token, itself included, from the head alone;
-    0 where nothing acts on it.
-    """
-    pull_MM = kernel.kernel_MM * weight_M
-    total_M = pull_MM.abs().sum(1)
-    return torch.where(
-        total_M > 0, 1 - pull_MM.sum(1).abs() / torch.where(total_M > 0, total_M, 1), 0
-    )
-
-
 def coupling_table(
     kernel: HeadKernel, target_M: Tensor, prompt_M: Tensor, sign_M: Tensor
 ) -> list[dict[str, Any]]:

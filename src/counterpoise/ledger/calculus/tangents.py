@@ -33,10 +33,10 @@ from counterpoise.ledger.calculus.layers import (
 )
 from counterpoise.maths.head import Head, head_logp_change
 from counterpoise.policy import logp_function
+from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.pack import Packed, pack_rows, shares_prompts
 from counterpoise.policy.prefix import Prefixes, flat_ids, flat_index, flat_positions
-from counterpoise.sampling.decoder import why_not
 
 log = logging.getLogger("counterpoise.ledger")
 _AGREES: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = (
@@ -50,7 +50,7 @@ def can_walk(model: Any) -> bool:
 
     It is not taken on trust: the first time a model is seen two short rows go along a random
     direction here and through forward mode."""
-    head = backbone(model).head if why_not(model) is None else None
+    head = backbone(model).head if why_not_llama_like(model) is None else None
     if head is None or head.bias_V is not None:
         return False
     known, dtype = _AGREES.setdefault(model, {}), _product_dtype(model)
