@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.decompose import REST, decompose
 from counterpoise.ledger.calculus.head_change import (
@@ -58,7 +59,7 @@ class Account(NamedTuple):
 
 
 def account(
-    model: Any,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     before: Params,
     texts: Texts,
@@ -133,7 +134,7 @@ def account(
 
 
 def score_update(
-    model: Any,
+    model: PreTrainedModel,
     before: Params,
     texts: Texts,
     updates: HeadResponse | None,
@@ -155,7 +156,7 @@ def score_update(
     return Scores(*change, noise_floor=floor)
 
 
-def measured_noise(model: Any, before: Params, texts: Texts, logp_NT: Tensor) -> float:
+def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT: Tensor) -> float:
     """The largest gap when every fourth row is scored once more without an update.
 
     In another cut and with the maths path of attention, so that rounding shows even where a kernel
@@ -206,7 +207,7 @@ def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
     return out
 
 
-def head_response(model: Any, updates: Response | None) -> HeadResponse | None:
+def head_response(model: PreTrainedModel, updates: Response | None) -> HeadResponse | None:
     """The optimizer's response at the head's weight and bias; None where the head is not trained or
     not plain.
     """
@@ -219,7 +220,7 @@ def head_response(model: Any, updates: Response | None) -> HeadResponse | None:
     return None if weight is None else HeadResponse(weight, bias)
 
 
-def head_state(model: nn.Module, texts: Texts) -> HeadState:
+def head_state(model: PreTrainedModel, texts: Texts) -> HeadState:
     """What feeds the head at every response token, and the head."""
     hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
     head = backbone(model).head
@@ -231,7 +232,9 @@ def head_state(model: nn.Module, texts: Texts) -> HeadState:
     return HeadState(hidden_NTD[texts.mask_NT], detached)
 
 
-def _change(model: Any, before: Params, texts: Texts, updates: HeadResponse | None) -> HeadChange:
+def _change(
+    model: PreTrainedModel, before: Params, texts: Texts, updates: HeadResponse | None
+) -> HeadChange:
     """Columns [N, T] from the hidden states of two forwards."""
     start = at(model, before, lambda m: head_state(m, texts))
     target_M = texts.token_ids_NT[texts.mask_NT]
@@ -254,7 +257,7 @@ def _change(model: Any, before: Params, texts: Texts, updates: HeadResponse | No
     )
 
 
-def _logp_change(model: Any, before: Params, texts: Texts) -> HeadChange:
+def _logp_change(model: PreTrainedModel, before: Params, texts: Texts) -> HeadChange:
     """The same for a model whose head is not plain: no distributions, so no KL and no own part."""
     needs = {"trainer_logp_NT", "entropy_NT"}
     first, second = (
@@ -266,7 +269,7 @@ def _logp_change(model: Any, before: Params, texts: Texts) -> HeadChange:
     )
 
 
-def _measured(model: nn.Module, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
+def _measured(model: PreTrainedModel, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
     rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
     return measure(
         model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget

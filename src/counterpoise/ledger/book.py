@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from counterpoise.ledger.account import account
 from counterpoise.ledger.calculus.decompose import forward_mode
@@ -70,7 +71,7 @@ class Book:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
         batch: TokenBatch,
         prompt_ids: Sequence[Sequence[int]],

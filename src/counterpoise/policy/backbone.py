@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from counterpoise.maths.head import Head, head_logits
 
@@ -25,11 +26,11 @@ _IS_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 class Backbone(NamedTuple):
     """``head`` is None where the model's logits are not ``cap(scale * (h W^T + b))``."""
 
-    decoder: Any
+    decoder: PreTrainedModel
     head: Head | None
 
 
-def backbone(model: Any) -> Backbone:
+def backbone(model: PreTrainedModel) -> Backbone:
     """Decoder and head of a Hugging Face causal LM, with the weights it has at this moment."""
     decoder, head = model.get_decoder(), _head(model)
     if model not in _IS_PLAIN:
@@ -56,7 +57,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.train()
 
 
-def _head(model: Any) -> Head | None:
+def _head(model: PreTrainedModel) -> Head | None:
     layer = model.get_output_embeddings()
     if (
         type(layer) is not nn.Linear
@@ -70,7 +71,7 @@ def _head(model: Any) -> Head | None:
 
 
 @torch.no_grad()
-def _agrees(model: Any, decoder: Any, head: Head) -> bool:
+def _agrees(model: PreTrainedModel, decoder: PreTrainedModel, head: Head) -> bool:
     ids_BL = torch.arange(3, device=head.weight_VD.device)[None] % head.weight_VD.shape[0]
     with evaluating(model), eager(model), torch.autocast(head.weight_VD.device.type, enabled=False):
         expected_MV = model(input_ids=ids_BL, use_cache=False).logits[0].to(torch.float32)
@@ -85,7 +86,9 @@ def _agrees(model: Any, decoder: Any, head: Head) -> bool:
     )
 
 
-def last_logits(model: Any, parts: Backbone, inputs: dict[str, Any], temperature: float) -> Tensor:
+def last_logits(
+    model: PreTrainedModel, parts: Backbone, inputs: dict[str, Any], temperature: float
+) -> Tensor:
     """Logits at the last position of each row, [N, V], divided by the temperature, float32 or
     wider.
     """

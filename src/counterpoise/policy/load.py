@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from counterpoise.run.files import write_folder
@@ -34,7 +39,7 @@ class Policy(NamedTuple):
         name: what the recipe called it.
     """
 
-    model: Any
+    model: PreTrainedModel
     tokenizer: Any
     stop_ids: tuple[int, ...]
     name: str
@@ -150,7 +155,7 @@ def convert_gguf(place: str, gguf_file: str) -> str:
     return str(folder)
 
 
-def plain(model: Any) -> Any:
+def plain(model: PreTrainedModel) -> Any:
     """The same weights in a model without a quantisation config, which refuses to be saved."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
@@ -161,7 +166,9 @@ def plain(model: Any) -> Any:
     return rebuilt.eval()
 
 
-def _stop_ids(model: Any, tokenizer: Any, spec: str) -> tuple[int, ...]:
+def _stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: str
+) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     found = [
         tokenizer.eos_token_id,
@@ -181,7 +188,7 @@ def _listed(value: int | Sequence[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def _set_pad(model: Any, tokenizer: Any) -> None:
+def _set_pad(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or TURN_END
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -189,7 +196,8 @@ def _set_pad(model: Any, tokenizer: Any) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     # padding never reaches the loss; an embedding that drops the pad row's gradient would drop that
     # of a real token when pad is eos
-    model.get_input_embeddings().padding_idx = None
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = None
 
 
 def encode_prompts(
@@ -235,7 +243,7 @@ def _turn(policy: Policy, text: str) -> str:
 
 
 def add_lora(
-    model: Any,
+    model: PreTrainedModel,
     *,
     r: int = 16,
     alpha: float = 32,

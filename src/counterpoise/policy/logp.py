@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from counterpoise.maths.head import HeadScores, head_logp, logits_scores
 from counterpoise.policy.backbone import Backbone, backbone, eager
@@ -36,7 +37,7 @@ class TokenScores(NamedTuple):
 
 @overload
 def token_logp(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -48,7 +49,7 @@ def token_logp(
 ) -> Tensor: ...
 @overload
 def token_logp(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -59,7 +60,7 @@ def token_logp(
     fused: bool = ...,
 ) -> TokenScores: ...
 def token_logp(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -109,7 +110,7 @@ def reads_prompts_once(parts: Backbone, *, fused: bool = True) -> bool:
 
 
 def _scores(
-    model: Any,
+    model: PreTrainedModel,
     parts: Backbone,
     rows: Packed,
     temperature: float,
@@ -134,7 +135,7 @@ def _scores(
 
 
 def logp_function(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -176,13 +177,14 @@ class _Scorer(torch.nn.Module):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         columns: tuple[Any, Any, Any],
         temperature: float,
         chunk: int | None,
     ) -> None:
         super().__init__()
-        self.model, self.columns, self.temperature, self.chunk = model, columns, temperature, chunk
+        self.model: PreTrainedModel = model
+        self.columns, self.temperature, self.chunk = columns, temperature, chunk
 
     def forward(self) -> Tensor:
         return token_logp(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.maths.head import head_scores, logits_scores
 from counterpoise.policy.backbone import Backbone, backbone, evaluating
@@ -53,7 +54,7 @@ class _Settings(NamedTuple):
 
 @torch.no_grad()
 def measure(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -63,7 +64,7 @@ def measure(
     token_budget: int = TOKEN_BUDGET,
     topk: int = 20,
     chunk: int | None = None,
-    ref_model: Any = None,
+    ref_model: PreTrainedModel | None = None,
 ) -> dict[str, Tensor]:
     """One forward over all rollouts for the columns in ``needs``, and nothing else; dropout off, no
     gradient.
@@ -98,16 +99,17 @@ def measure(
     own = set(needs) - {"ref_logp_NT", "head_VD"}
     if own:
         columns |= _forward(model, prompt_ids, token_ids_NT, mask_NT, own, settings)
-    if "ref_logp_NT" in needs:
+    if "ref_logp_NT" in needs and ref_model is not None:
         ref = _forward(ref_model, prompt_ids, token_ids_NT, mask_NT, {"trainer_logp_NT"}, settings)
         columns["ref_logp_NT"] = ref["trainer_logp_NT"]
     if "head_VD" in needs:
-        columns["head_VD"] = model.get_output_embeddings().weight.detach()
+        head: Any = model.get_output_embeddings()
+        columns["head_VD"] = head.weight.detach()
     return columns
 
 
 def _forward(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     token_ids_NT: Tensor,
     mask_NT: Tensor,
@@ -137,7 +139,7 @@ def _forward(
 
 
 def _bucket(
-    model: Any, parts: Backbone, rows: Packed, names: set[str], settings: _Settings
+    model: PreTrainedModel, parts: Backbone, rows: Packed, names: set[str], settings: _Settings
 ) -> dict[str, Tensor]:
     """The named columns of one forward, one row a response token."""
     options: dict[str, Any] = {
@@ -168,7 +170,7 @@ def _bucket(
     return {name: found[name] for name in names}
 
 
-def _check_hidden(model: Any, names: set[str]) -> None:
+def _check_hidden(model: PreTrainedModel, names: set[str]) -> None:
     if "hidden_NTD" in names:
         raise ValueError(
             f"measure: hidden_NTD is not known for {type(model).__name__}: its logits are not head"
@@ -181,7 +183,7 @@ def _check(
     token_ids_NT: Tensor,
     mask_NT: Tensor,
     needs: set[str] | frozenset[str],
-    ref_model: Any,
+    ref_model: PreTrainedModel | None,
 ) -> None:
     unknown = sorted(set(needs) - MEASURED)
     if unknown:

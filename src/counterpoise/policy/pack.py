@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.policy.backbone import Backbone
 from counterpoise.policy.prefix import (
@@ -106,7 +107,7 @@ def hidden_of(parts: Backbone, rows: Packed) -> Tensor:
         ]
 
 
-def own_logits(model: Any, rows: Packed, temperature: float) -> Tensor:
+def own_logits(model: PreTrainedModel, rows: Packed, temperature: float) -> Tensor:
     """Logits at the response positions from the model's own forward, [M, V]; for models whose head
     is not known.
     """

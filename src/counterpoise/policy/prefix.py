@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from counterpoise.policy.architecture import rotates_by_length
 from counterpoise.policy.prompts import distinct, pad_prompts
@@ -99,7 +99,7 @@ def prefixes(
     )
 
 
-def can_share(decoder: Any) -> bool:
+def can_share(decoder: PreTrainedModel) -> bool:
     """Whether the decoder's attention can be ours: a known architecture, no window, nothing
     computed again in the backward, no dropout.
 
@@ -116,7 +116,9 @@ def can_share(decoder: Any) -> bool:
     )
 
 
-def hidden_of_prefixes(decoder: Any, rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
+def hidden_of_prefixes(
+    decoder: PreTrainedModel, rows: Prefixes, row_M: Tensor, column_M: Tensor
+) -> Tensor:
     """The hidden states that predict ``response[row_M, column_M]``, [M, D]."""
     with own_attention(decoder.config):
         hidden_LD = decoder(
@@ -218,7 +220,7 @@ def is_seen(rows: Prefixes) -> Tensor:
     )
 
 
-def _mask(decoder: Any, rows: Prefixes) -> Tensor:
+def _mask(decoder: PreTrainedModel, rows: Prefixes) -> Tensor:
     """What ``attend`` adds to its scores, [N, 1, G * S, W + S]: 0 where a token is seen, -inf
     elsewhere.
 
@@ -227,7 +229,8 @@ def _mask(decoder: Any, rows: Prefixes) -> Tensor:
     for the backward."""
     config, device = decoder.config, rows.ids_PW.device.type
     seen = is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
-    own = decoder.embed_tokens.weight.dtype
+    embedding: Any = decoder.get_input_embeddings()
+    own = embedding.weight.dtype
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
     size = *seen.shape[:3], -(-seen.shape[3] // ALIGNMENT) * ALIGNMENT
     mask = torch.zeros(size, dtype=dtype, device=rows.ids_PW.device)[..., : seen.shape[3]]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.ledger import Texts, copy_params, restore, trainable
 from counterpoise.ledger.account import Scores, head_state, score_update
@@ -87,7 +88,7 @@ def try_update(
     return Change(update, scores, None if new_head is None else head_delta(model, texts, new_head))
 
 
-def head_delta(model: Any, texts: Texts, new_head: Head) -> Tensor:
+def head_delta(model: PreTrainedModel, texts: Texts, new_head: Head) -> Tensor:
     """Change of the log-probs if the head alone took its new weight and the hidden states stayed."""
     state = head_state(model, texts)
     change = head_change(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from counterpoise.sampling.sample import Rollouts, sample
 
 
 def branch(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[int] | Sequence[Sequence[int]],
     prefix_ids: Sequence[Sequence[int]],
     num: int,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 
 class Layer(NamedTuple):
@@ -58,7 +59,7 @@ class Shape(NamedTuple):
     scaling: float
 
 
-def shape_of(model: Any) -> Shape:
+def shape_of(model: PreTrainedModel) -> Shape:
     config, attention = model.config, model.model.layers[0].self_attn
     return Shape(
         config.num_hidden_layers,
@@ -70,7 +71,7 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def fuse_weights(model: Any, dtype: torch.dtype) -> Weights:
+def fuse_weights(model: PreTrainedModel, dtype: torch.dtype) -> Weights:
     """The model's weights in fused buffers of ``dtype``; norms and the embedding keep the model's
     dtype (the residual stream's).
     """
@@ -79,7 +80,7 @@ def fuse_weights(model: Any, dtype: torch.dtype) -> Weights:
     return Weights(embed_VD, layers, norm_D, _joined(dtype, model.lm_head)[0])
 
 
-def refresh(weights: Weights, model: Any) -> None:
+def refresh(weights: Weights, model: PreTrainedModel) -> None:
     """Copy the model's present weights into the same buffers; views of the model's own tensors need
     no copy.
     """
@@ -123,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x @ weight if bias is None else x @ weight + bias
 
 
-def rotary(model: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+def rotary(model: PreTrainedModel, num_positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, [L, C]."""
     embed_VD = model.model.embed_tokens.weight
     position_1L = torch.arange(num_positions, device=embed_VD.device)[None]

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.prompts import distinct, pad_prompts
@@ -83,7 +84,7 @@ class Slots(NamedTuple):
 _ENGINES: WeakKeyDictionary[Any, Engine | None] = WeakKeyDictionary()
 
 
-def engine_for(model: Any) -> Engine | None:
+def engine_for(model: PreTrainedModel) -> Engine | None:
     """The engine of a model, made once; None, with one warning, where the architecture is not
     known.
     """
@@ -101,7 +102,7 @@ def engine_for(model: Any) -> Engine | None:
 class Engine:
     """Fused weights, cache and captured graphs of one model; they live as long as the model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.shape = shape_of(model)
         self.weights: Any = None
         self.keys = self.values = torch.empty(0)
@@ -116,7 +117,7 @@ class Engine:
     @torch.no_grad()
     def fill(
         self,
-        model: Any,
+        model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         uniform_NT: Tensor,
         settings: Settings,
@@ -145,7 +146,7 @@ class Engine:
                 self.panels = None  # a copy of all weights
         return self.columns
 
-    def _load(self, model: Any, dtype: torch.dtype) -> None:
+    def _load(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         if (
             self.weights is None
             or self.weights.layers[0].qkv.dtype != dtype
@@ -157,7 +158,7 @@ class Engine:
         else:
             refresh(self.weights, model)
 
-    def _choose_kernels(self, model: Any, dtype: torch.dtype) -> None:
+    def _choose_kernels(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had
         and know the dtypes; else torch.
         """
@@ -185,7 +186,7 @@ class Engine:
             self.weights, self.shape, self.keys, self.values, self.cos, self.sin
         )
 
-    def _reserve(self, model: Any, num_slots: int, num_positions: int) -> None:
+    def _reserve(self, model: PreTrainedModel, num_slots: int, num_positions: int) -> None:
         """A cache of at least this size and slots for it; a captured graph is void once an address
         changes.
         """

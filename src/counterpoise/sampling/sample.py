@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from counterpoise.policy.backbone import Backbone, backbone, evaluating, last_logits
 from counterpoise.sampling.cache import compaction, spread
@@ -93,7 +93,7 @@ class _Running(NamedTuple):
 
 
 def sample(
-    model: Any,
+    model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     *,
     group_size: int = 1,
@@ -198,7 +198,11 @@ def _extras(filled: Any, needs: frozenset[str] | set[str], length_N: Tensor) -> 
 
 
 def _waves(
-    model: Any, prompts: list[Sequence[int]], settings: _Settings, columns: _Columns, max_rows: int
+    model: PreTrainedModel,
+    prompts: list[Sequence[int]],
+    settings: _Settings,
+    columns: _Columns,
+    max_rows: int,
 ) -> None:
     """The generic path, for any causal LM with a cache."""
     parts = backbone(model)
@@ -212,7 +216,7 @@ def _waves(
 
 
 def _wave(
-    model: Any,
+    model: PreTrainedModel,
     parts: Backbone,
     rows: list[int],
     prompts: list[Sequence[int]],
@@ -238,7 +242,11 @@ def _wave(
 
 
 def _prefill(
-    model: Any, parts: Backbone, rows: list[int], prompts: list[Sequence[int]], settings: _Settings
+    model: PreTrainedModel,
+    parts: Backbone,
+    rows: list[int],
+    prompts: list[Sequence[int]],
+    settings: _Settings,
 ) -> tuple[_Running, Tensor]:
     """Read each distinct prompt once, left-padded, then give every rollout a row; also the logits
     of its first token.
@@ -267,7 +275,7 @@ def _prefill(
 
 
 def _step(
-    model: Any, parts: Backbone, running: _Running, token_B: Tensor, settings: _Settings
+    model: PreTrainedModel, parts: Backbone, running: _Running, token_B: Tensor, settings: _Settings
 ) -> tuple[_Running, Tensor]:
     mask_BL = (
         None
@@ -363,7 +371,9 @@ def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: T
     )
 
 
-def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_prompts(
+    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     if len(prompt_ids) == 0:
         raise ValueError("sample: no prompts, expected at least one list of token ids.")
     lengths = [len(prompt) for prompt in prompt_ids]
@@ -381,7 +391,7 @@ def _check_prompts(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_toke
         )
 
 
-def _check_cache(decoder: Any) -> None:
+def _check_cache(decoder: PreTrainedModel) -> None:
     # such a model would take the cache as one more keyword and forget all but the last token
     if "past_key_values" not in _arguments(type(decoder)):
         raise ValueError(

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from counterpoise.tasks.workers import POOL, verdict
 from counterpoise.types import Prompt
+
+if TYPE_CHECKING:
+    from counterpoise.tasks import Task
 
 
 class Grades(NamedTuple):
@@ -24,7 +27,7 @@ class Grades(NamedTuple):
 
 
 def grade(
-    task: Any,
+    task: Task,
     pairs: Sequence[tuple[Prompt, str]],
     time_limit_s: float = 5.0,
     num_workers: int | None = None,

@@ -17,9 +17,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from counterpoise.types import Prompt
+
+if TYPE_CHECKING:
+    from counterpoise.tasks import Task
 
 START_LIMIT_S = 120.0
 
@@ -32,10 +35,10 @@ class Verdict(NamedTuple):
     message: str = ""
 
 
-def verdict(task: Any, prompt: Prompt, text: str) -> Verdict:
+def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
     """The task's reward if it is a finite number; anything else is a failure with reward 0."""
     try:
-        reward = task.reward(prompt, text)
+        reward: Any = task.reward(prompt, text)
         value = reward.item() if hasattr(reward, "item") else reward
     except Exception as error:
         # a grader's fault is reported with its rollout; it must not end a run
@@ -91,7 +94,7 @@ class Sent(NamedTuple):
     needs_main: bool
 
 
-def sent(task: Any, pairs: Sequence[tuple[Prompt, str]]) -> Sent:
+def sent(task: Task, pairs: Sequence[tuple[Prompt, str]]) -> Sent:
     pickled = pickle.dumps(task)
     return Sent(
         pickled,
@@ -197,7 +200,7 @@ class Pool:
         self.lock = threading.Lock()
 
     def verdicts(
-        self, task: Any, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+        self, task: Task, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
     ) -> list[Verdict]:
         """The verdicts in the order of the pairs."""
         with self.lock:

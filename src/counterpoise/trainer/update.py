@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
 from counterpoise.policy import measure, token_logp
@@ -41,7 +42,7 @@ class Update(NamedTuple):
 
 
 def apply_update(
-    model: Any,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     method: Method,
     rows: Rows,
@@ -69,7 +70,7 @@ def apply_update(
 
 
 def accumulate_gradients(
-    model: Any,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     method: Method,
     rows: Rows,
@@ -105,13 +106,13 @@ def accumulate_gradients(
         )
 
 
-def budget_that_fits(model: Any, config: Config) -> int:
+def budget_that_fits(model: PreTrainedModel, config: Config) -> int:
     """The recipe's token budget, or what was left of it after running out of memory."""
     return min(config.token_budget, _FITS.get(model, config.token_budget))
 
 
 def micro_gradient(
-    model: Any, method: Method, micro: Rows, collected: RolloutBatch, config: Config
+    model: PreTrainedModel, method: Method, micro: Rows, collected: RolloutBatch, config: Config
 ) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
     with (
@@ -131,7 +132,7 @@ def micro_gradient(
 
 
 def prepare_rows(
-    model: Any, method: Method, rows: Rows, collected: RolloutBatch, config: Config
+    model: PreTrainedModel, method: Method, rows: Rows, collected: RolloutBatch, config: Config
 ) -> Rows:
     """Rows with what the loss must know of the whole update; one no-grad forward where the method
     asks for it.
@@ -153,7 +154,7 @@ def prepare_rows(
 
 
 def micro_batches(
-    model: Any, rows: Rows, collected: RolloutBatch, token_budget: int
+    model: PreTrainedModel, rows: Rows, collected: RolloutBatch, token_budget: int
 ) -> list[Tensor]:
     """Cuts of the update by the tokens of their forward, the longest first; indices into ``rows``."""
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
@@ -162,7 +163,7 @@ def micro_batches(
     return [torch.tensor(cut, device=rows.mask_NT.device) for cut in reversed(cuts)]
 
 
-def prepare_update(model: Any, settings: Optimizer) -> Any:
+def prepare_update(model: PreTrainedModel, settings: Optimizer) -> Any:
     """The model with its decoder layers compiled or able to compute activations again, as the
     recipe says.
     """
@@ -180,7 +181,7 @@ def prepare_update(model: Any, settings: Optimizer) -> Any:
     return model
 
 
-def decoder_layers(model: Any, setting: str) -> list[Any]:
+def decoder_layers(model: PreTrainedModel, setting: str) -> list[Any]:
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise ConfigError(
@@ -191,7 +192,7 @@ def decoder_layers(model: Any, setting: str) -> list[Any]:
 
 
 @contextmanager
-def recomputing(model: Any, settings: Optimizer) -> Iterator[None]:
+def recomputing(model: PreTrainedModel, settings: Optimizer) -> Iterator[None]:
     """Decoder layers recompute their activations for the block.
 
     Only they enter training mode: dropout stays as it was.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.tangents import can_walk, logp_change
 from counterpoise.maths.head import CHUNK_LOGITS
@@ -158,7 +159,9 @@ def at(model: nn.Module, params: Params, fn: Callable[[Any], Any]) -> Any:
 
 
 def of_model(
-    model: Any, texts: Texts, autocast: Callable[[], AbstractContextManager] = nullcontext
+    model: PreTrainedModel,
+    texts: Texts,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> LogProbs:
     """The log-probs of a Hugging Face causal LM, dropout off.
 
@@ -243,7 +246,7 @@ def forward_cost(config: Any, length: int) -> float:
     )
 
 
-def _head_chunk(model: Any) -> int | None:
+def _head_chunk(model: PreTrainedModel) -> int | None:
     """Tokens whose logits are alive at once: on an accelerator four times the default, for fewer
     and larger kernels.
     """
@@ -256,7 +259,7 @@ def _head_chunk(model: Any) -> int | None:
 
 
 @contextmanager
-def maths_attention(model: Any) -> Iterator[None]:
+def maths_attention(model: PreTrainedModel) -> Iterator[None]:
     """Attention that can take the maths path for the block; what the model had comes back."""
     current = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     if current in MATHS_PATHS:

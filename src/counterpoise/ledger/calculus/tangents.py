@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.layers import (
     Lookup,
@@ -44,7 +45,7 @@ _AGREES: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = (
 )  # tried once a model and precision
 
 
-def can_walk(model: Any) -> bool:
+def can_walk(model: PreTrainedModel) -> bool:
     """Whether the layers are those that are written out here; adapters and a head with a bias are
     not.
 
@@ -60,7 +61,7 @@ def can_walk(model: Any) -> bool:
 
 
 @torch.no_grad()
-def _agrees(model: Any) -> bool:
+def _agrees(model: PreTrainedModel) -> bool:
     """Two rows of one prompt along a random direction, in the weights' own precision; and in that
     of the products, for what may fail there.
     """
@@ -115,7 +116,7 @@ def _noise(parameter: Tensor, seed: int) -> Tensor:
 
 @torch.no_grad()
 def logp_change(
-    model: Any,
+    model: PreTrainedModel,
     params: Mapping[str, Tensor],
     direction_C: Mapping[str, Tensor],
     rows: Packed,
@@ -152,7 +153,7 @@ def logp_change(
         )
 
 
-def _product_dtype(model: Any) -> torch.dtype:
+def _product_dtype(model: PreTrainedModel) -> torch.dtype:
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
