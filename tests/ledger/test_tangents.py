@@ -38,7 +38,7 @@ def directions(params, num=3, size=1.0):
 
 
 def written_out(model, params, direction_C, *, share, temperature=0.7):
-    rows = pack.packed(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"), share=share)
+    rows = pack.pack_rows(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"), share=share)
     assert isinstance(rows.layout, pack.Whole) != share
     head = backbone(model).head
     assert head is not None

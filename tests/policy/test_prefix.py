@@ -81,7 +81,7 @@ def test_forward_mode_equals_that_of_whole_rows(whole_rows, wide_norms):
     }
 
     def changes(share):
-        rows = pack.packed(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"), share=share)
+        rows = pack.pack_rows(PROMPTS, IDS_NT, MASK_NT, torch.device("cpu"), share=share)
 
         def hidden(params):
             with sdpa_kernel(SDPBackend.MATH):
@@ -204,7 +204,7 @@ def test_every_row_is_in_one_batch_and_batches_keep_to_the_budget(
     assert sorted(row for batch in batches for row in batch) == list(range(len(prompts)))
     for batch in batches:
         mask_NT = torch.arange(9) < torch.tensor([lengths[row] for row in batch])[:, None]
-        rows = pack.packed(
+        rows = pack.pack_rows(
             [prompt_ids[row] for row in batch], mask_NT.long(), mask_NT, device, share=share
         )
         widths = (

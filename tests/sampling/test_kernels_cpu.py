@@ -55,7 +55,7 @@ def sized(name="llama", **changes):
 
 def state(model, num_rows=5, room=200):
     """Fused weights, a cache with something in it, tokens, and positions at the edges of a block."""
-    weights, shape = decoder.fused(model, torch.float32), decoder.shape_of(model)
+    weights, shape = decoder.fuse_weights(model, torch.float32), decoder.shape_of(model)
     keys, values = torch.randn(
         2, shape.num_layers, num_rows, shape.num_kv_heads, room, shape.head_size
     )
@@ -160,7 +160,7 @@ def test_drawn_tokens_equal_those_of_torch(num_tokens, temperature):
 
 @native
 def test_tokens_ruled_out_have_no_mass():
-    logits_BV = draw.truncated(
+    logits_BV = draw.truncate(
         4 * torch.randn(1000, 150, generator=torch.Generator().manual_seed(2)), top_k=7
     )
     uniform_B = torch.linspace(0, NEXT_TO_ONE, 1000, dtype=torch.float64)
@@ -381,7 +381,7 @@ def test_kernels_that_give_other_logits_are_left_aside(monkeypatch, caplog):
 
 def test_another_dtype_is_left_to_torch():
     model = tiny(dtype=torch.bfloat16)
-    settings = {"max_new_tokens": 5, "stop_ids": [], "seed": 0, "greedy": True}
+    settings = {"max_new_tokens": 5, "stop_ids": [], "seed": 0, "temperature": 0}
     rollouts = sample(model, PROMPTS, **settings)
     assert kernels_of(model) is None
     assert rollouts.token_ids_NT.shape == (4, 5)

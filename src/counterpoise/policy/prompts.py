@@ -23,7 +23,7 @@ def pad_prompts(
 ) -> Tensor:
     """Token ids [P, W], right-padded with 0 to the longest, or to the next multiple of ``grain``.
 
-    >>> padded([[7, 8], [9]], torch.device("cpu"), grain=4).tolist()
+    >>> pad_prompts([[7, 8], [9]], torch.device("cpu"), grain=4).tolist()
     [[7, 8, 0, 0], [9, 0, 0, 0]]
     """
     width = -(-max(map(len, prompt_ids)) // grain) * grain

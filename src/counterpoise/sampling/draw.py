@@ -50,7 +50,7 @@ def truncate(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor
         top_k: 0 keeps all.
         top_p: 1 keeps all.
 
-    >>> truncated(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), top_p=0.7).exp().mul(100).round().tolist()[0]
+    >>> truncate(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), top_p=0.7).exp().mul(100).round().tolist()[0]
     [50.0, 30.0, 0.0, 0.0]
     """
     num_tokens = logits_NV.shape[-1]

@@ -100,9 +100,9 @@ def name_tokens(
     """The category of each text by a function of the user's; by the default rules, and why, where
     what it gives cannot be used.
 
-    >>> named(lambda texts: ["a", "b"], ["x", "7"])
+    >>> name_tokens(lambda texts: ["a", "b"], ["x", "7"])
     (['a', 'b'], None)
-    >>> names, why = named(lambda texts: ["a"], ["x", "7"])
+    >>> names, why = name_tokens(lambda texts: ["a"], ["x", "7"])
     >>> names, why.split(":")[0]
     (['other', 'number'], 'ledger.categories gave 1 names for 2 tokens')
     """

@@ -34,7 +34,7 @@ def fill_bank(
     Args:
         prompt_names, prompt_ids, solutions, is_verified: one a rollout.
 
-    >>> bank = filled([], 1, ["a", "a", "a"], [[1], [1], [1]], [[5], [5], [6]], [True, True, True])
+    >>> bank = fill_bank([], 1, ["a", "a", "a"], [[1], [1], [1]], [[5], [5], [6]], [True, True, True])
     >>> bank[0]["solutions"]
     [[5], [6]]
     """
