@@ -85,7 +85,7 @@ def test_refilled_slots_decode_greedily_as_generate_does(max_rows):
 
 def test_new_weights_are_seen_by_the_next_call():
     model = tiny()
-    settings = {"max_new_tokens": 6, "stop_ids": [], "seed": 0, "greedy": True}
+    settings = {"max_new_tokens": 6, "stop_ids": [], "seed": 0, "temperature": 0}
     before = sample(model, PROMPTS, **settings)
     with torch.no_grad():
         for parameter in model.parameters():

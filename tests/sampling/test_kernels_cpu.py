@@ -385,7 +385,7 @@ def test_kernels_that_give_other_logits_are_left_aside(monkeypatch, caplog):
 
 def test_another_dtype_is_left_to_torch():
     model = tiny(dtype=torch.bfloat16)
-    settings = {"max_new_tokens": 5, "stop_ids": [], "seed": 0, "greedy": True}
+    settings = {"max_new_tokens": 5, "stop_ids": [], "seed": 0, "temperature": 0}
     rollouts = sample(model, PROMPTS, **settings)
     assert kernels_of(model) is None
     assert rollouts.token_ids_NT.shape == (4, 5)

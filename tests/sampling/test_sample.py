@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -131,9 +132,8 @@ def test_a_row_depends_on_its_prompt_seed_and_stream_alone(engine, monkeypatch):
     order = [2, 0, 3, 1]
     streams = [p * 3 + g for p in order for g in range(3)]
     assert whole != responses(sample(model, PROMPTS, group_size=3, **settings | {"seed": 6}))
-    monkeypatch.setattr(
-        "counterpoise.sampling.sample.uniforms", lambda seed, _, num: uniforms(seed, streams, num)
-    )
+    module = sys.modules[sample.__module__]
+    monkeypatch.setattr(module, "uniforms", lambda seed, _, num: uniforms(seed, streams, num))
     shuffled = responses(sample(model, [PROMPTS[p] for p in order], group_size=3, **settings))
     assert shuffled == [whole[stream] for stream in streams]
 

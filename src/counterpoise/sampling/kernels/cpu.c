@@ -7,7 +7,7 @@
    Axes: B slots, R slots of a call, L cache slots, J = H + 2 K heads of a fused projection, H query heads, K key-value heads, C head
    size, D hidden size, F MLP width, V vocabulary, N rollouts, T response tokens. A matmul has K terms a sum and N columns. */
 
-#include "kernels_cpu.h"
+#include "cpu.h"
 
 enum { PANEL = 16, PARTS = PANEL / LANES }; /* columns of a tile of a matmul: weights lie [N / PANEL, K, PANEL] */
 enum { ROWS = 24 };                         /* R at most: a multiple of TILE; more do not fit into the caches */

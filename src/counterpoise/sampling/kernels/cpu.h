@@ -1,4 +1,4 @@
-/* Vectors of floats, and what is computed with them. Included by kernels_cpu.c alone. */
+/* Vectors of floats, and what is computed with them. Included by cpu.c alone. */
 
 #include <math.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""Decode steps on a CPU: ``kernels_cpu.c``, built once with the system's C compiler and kept in the
+"""Decode steps on a CPU: ``cpu.c``, built once with the system's C compiler and kept in the
 cache folder.
 
 It computes in float32 what ``decoder`` and ``draw`` compute with torch, to rounding; the tests hold

@@ -1,7 +1,7 @@
 """Triton kernels of a decode step: what lies between its matmuls, each read and written once.
 
 They compute what ``decoder`` computes with torch, to rounding; the tests hold them against each
-other. Triton comes with PyTorch's CUDA builds and is imported here and in ``kernels_draw`` alone.
+other. Triton comes with PyTorch's CUDA builds and is imported here and in ``triton_draw`` alone.
 
 Axes: B rows, L cache slots, J = H + 2 K heads of a fused projection, H query heads, K key-value
     heads, G = H / K, C head size,
