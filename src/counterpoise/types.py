@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 # column of a TokenBatch -> how a caller measures it; the keys are the optional columns
 COLUMNS = {
     "entropy_NT": "the entropy of the sampling distribution at each response token",
-    "trainer_logp_NT": ("score the rollouts with the model being trained, before the first update"),
+    "trainer_logp_NT": "score the rollouts with the model being trained, before the first update",
     "ref_logp_NT": "score the rollouts with the frozen reference model",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
@@ -289,8 +289,8 @@ class Plan(NamedTuple):
 class Rows(NamedTuple):
     """The columns a loss reads, for the rollouts of one update or of any cut of it.
 
-    ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no cut
-    changes a gradient."""
+    ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no
+    cut changes a gradient."""
 
     row_R: Tensor
     mask_NT: Tensor

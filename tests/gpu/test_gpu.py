@@ -27,7 +27,7 @@ from counterpoise.sampling import draw as plain
 from counterpoise.sampling.kernels import triton_decoder as decoder_triton
 from counterpoise.sampling.kernels import triton_draw as kernels_draw
 from counterpoise.tasks import task
-from counterpoise.trainer.collect import collect
+from counterpoise.trainer.collect import RolloutSampler, collect
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.update import apply_update, prepare_update
 from helpers.tiny_models import tiny
@@ -216,7 +216,9 @@ def test_options_of_the_update_change_no_gradient(options):
         )
         policy = load_model("bundled", device="cuda")
         model = prepare_update(policy.model, config.optimizer)
-        collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
+        collected = collect(
+            method, RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=method.needs)
+        )
         rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
         before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
         apply_update(
@@ -231,7 +233,10 @@ def test_options_of_the_update_change_no_gradient(options):
 def test_autocast_samples_as_it_scores():
     policy = load_model("bundled", device="cuda")
     config = parse_config({"rollouts": {"prompts": 16, "group_size": 8, "max_new_tokens": 80}})
-    collected = collect(policy, task(name="arithmetic"), make_method("dapo"), config, 0, 0)
+    collected = collect(
+        make_method("dapo"),
+        RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=make_method("dapo").needs),
+    )
     batch = collected.batch
     with autocast(policy.model):
         found = measure(

@@ -13,7 +13,7 @@ from counterpoise.policy.backbone import backbone
 from counterpoise.sampling import engine, sample
 from counterpoise.tasks import task
 from counterpoise.trainer import update
-from counterpoise.trainer.collect import collect
+from counterpoise.trainer.collect import RolloutSampler, collect
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.update import apply_update, prepare_update
 from helpers.tiny_models import tiny
@@ -158,7 +158,9 @@ def test_a_cache_that_does_not_fit_is_halved_with_advice(monkeypatch, caplog):
 def test_delta_takes_its_columns_from_the_sampler():
     policy, method = load_model("bundled"), cp.method("delta")
     config = parse_config({"rollouts": {"prompts": 3, "group_size": 4, "max_new_tokens": 24}})
-    batch = collect(policy, task(name="arithmetic"), method, config, 0, 0).batch
+    batch = collect(
+        method, RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=method.needs)
+    ).batch
     assert batch.hidden_NTD is not None and batch.hidden_NTD.shape == (*batch.mask_NT.shape, 96)
     assert {name for name in method.needs if getattr(batch, name, None) is None} == set()
 
@@ -177,7 +179,9 @@ def test_recomputed_activations_change_no_gradient():
         )
         policy = load_model("bundled")
         model = prepare_update(policy.model, config.optimizer)
-        collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
+        collected = collect(
+            method, RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=method.needs)
+        )
         backbone(model)  # looks at a model once, with forwards of its own
         counted: list[int] = []
         model.model.layers[0].input_layernorm.register_forward_hook(
@@ -227,7 +231,9 @@ def test_out_of_memory_halves_the_micro_batches_and_names_the_setting(monkeypatc
     )
     for most[0] in (1000, 6):
         policy = load_model("bundled")
-        collected = collect(policy, task(name="arithmetic"), method, config, 0, 0)
+        collected = collect(
+            method, RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=method.needs)
+        )
         rows = method.rows(collected.batch, method.assign(collected.batch), torch.arange(16))
         apply_update(
             policy.model,

@@ -202,7 +202,10 @@ def scene():
         {**SMALL, "rollouts": {"prompts": 6, "group_size": 4, "max_new_tokens": 80}}
     )
     policy = load_model("bundled", dtype=torch.float32, device="cpu")
-    collected = collect(policy, task(name="arithmetic"), cp.method("dapo"), config, 0, 0)
+    collected = collect(
+        cp.method("dapo"),
+        RolloutSampler(policy, task(name="arithmetic"), config, 0, needs=cp.method("dapo").needs),
+    )
     assert 0 < collected.batch.reward_N.mean() < 1
     return config, policy, collected
 
@@ -267,7 +270,7 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=("r.parquet: no column 'sampler_logp'. Take the file as counterpoise train wrote it"),
+        match="r.parquet: no column 'sampler_logp'. Take the file as counterpoise train wrote it",
     ):
         read_rollouts(tmp_path / "r.parquet")
     (tmp_path / "r.parquet").write_bytes((tmp_path / "r.parquet").read_bytes()[:200])

@@ -199,8 +199,8 @@ def register_reduction(name: str, fn: Function) -> Stage:
 
 
 def register_plan(name: str, fn: Function) -> Stage:
-    """``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]`` becomes
-    ``method(..., plan=name)``.
+    """``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]``
+    becomes ``method(..., plan=name)``.
     """
     return register("plan", name, fn)
 

@@ -1,5 +1,5 @@
-"""Two answers side by side: the edits that turn one into the other, by Levenshtein distance of token
-ids (rapidfuzz).
+"""Two answers side by side: the edits that turn one into the other, by Levenshtein distance of
+token ids (rapidfuzz).
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def dfpo_weight(
     weight: str = "geometric_mean",
     length: str = "outside",
 ) -> Tensor:
-    """The transformed weight of every rollout of a update, [N], detached; parameters as in ``dfpo``.
+    """The transformed weight of every rollout of a update, [N], detached; parameters as in
+    ``dfpo``.
 
     ``orth`` can make weights negative (such a rollout is pushed against its advantage): log
     ``(dfpo_weight(...) < 0).float().mean()``. Where all advantages of a group are 0, ``orth``

@@ -123,7 +123,8 @@ def audit(
 def plan_metrics(
     plan: Plan | Sequence[Tensor], batch: TokenBatch, advantage_N: Tensor | None = None
 ) -> dict[str, float]:
-    """The audit's numbers that every trainer logs, keys ``plan/...`` as in docs/reference/metrics.md.
+    """The audit's numbers that every trainer logs, keys ``plan/...`` as in
+    docs/reference/metrics.md.
 
     >>> batch = TokenBatch.from_lists(
     ...     [[1], [2], [3]], group=[0, 0, 1], reward=[1, 0, 1], sampler_logp=[[-1.0]] * 3

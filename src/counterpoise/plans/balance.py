@@ -73,8 +73,8 @@ def reward_balanced(
     ``per_query``: each prompt keeps min(positives, negatives) rollouts of each sign, drawn at
     random, and stays whole. Where fewer prompts than updates are usable, both modes are
     ``query_preserved`` of all rows.
-    ``buffer``: the rollouts are a buffer, of which ``quota`` draws ``update_size * num_updates`` rows;
-    prompts are not kept whole.
+    ``buffer``: the rollouts are a buffer, of which ``quota`` draws ``update_size * num_updates``
+    rows; prompts are not kept whole.
 
     Args:
         group_N: [N] the prompt of each rollout.
@@ -85,7 +85,8 @@ def reward_balanced(
         mode: "groups", "per_query" or "buffer".
         threshold: a reward above it is a positive.
         low, high: the band of the positive share.
-        update_size: ``buffer`` only: rows of one update; None takes the largest for which the buffer is
+        update_size: ``buffer`` only: rows of one update; None takes the largest for which the
+            buffer is
             ready, all rows if that is none.
         max_rounds: ``buffer`` only: most rounds of sampling for one batch, where the trainer lets a
             method sample more.
@@ -205,8 +206,8 @@ def _inside(
 
 
 def _level(blocks: list[_Block], num_updates: int) -> list[list[_Block]]:
-    """Deal blocks, sorted by share, in hands of one a update: the highest share of a hand to the update
-    that lags most. Then swap.
+    """Deal blocks, sorted by share, in hands of one a update: the highest share of a hand to the
+    update that lags most. Then swap.
     """
     target, updates, excess = _share(blocks), [[] for _ in range(num_updates)], [0.0] * num_updates
     for start in range(0, len(blocks), num_updates):
@@ -281,7 +282,8 @@ def _buffer(
         _drawn(side, count, generator).tensor_split(num_updates)
         for side, count in zip(sides, counts)
     )
-    # tensor_split puts the longer parts first: turned round for one side, updates stay equal in size
+    # tensor_split puts the longer parts first: turned round for one side, updates stay equal in
+    # size
     return [join_blocks(pair) for pair in zip(positives, negatives[::-1])]
 
 

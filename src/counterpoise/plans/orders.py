@@ -1,9 +1,9 @@
-"""Plans: ``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]``, the
-rows of each update, ascending.
+"""Plans: ``fn(group_N, reward_N, length_N, *, num_updates, generator, params) -> [row_R, ...]``,
+the rows of each update, ascending.
 
 A plan is cut before ranks and micro-batches. Randomness comes from ``generator`` alone (None: one
-fixed seed). Updates are as equal in rows as the plan allows and never empty: too few prompts or rows
-is an error."""
+fixed seed). Updates are as equal in rows as the plan allows and never empty: too few prompts or
+rows is an error."""
 
 from __future__ import annotations
 

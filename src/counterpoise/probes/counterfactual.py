@@ -153,8 +153,8 @@ def drawn_shares(part: Frame, size: Any, names: list[str]) -> np.ndarray:
     """Each category's share of sum(size), [1 + B, K]; over several batches the mean of the batches'
     shares.
 
-    One sum over all batches would weigh a batch by how much a variant changes there: two variants that
-    agree in every batch would then differ."""
+    One sum over all batches would weigh a batch by how much a variant changes there: two variants
+    that agree in every batch would then differ."""
     batch_number, size = (part["group"] // STRIDE).to_numpy(), np.asarray(size)
     sizes = [size * (batch_number == one) for one in np.unique(batch_number)]
     masks = [(part["category"] == c).to_numpy() for c in names]

@@ -61,8 +61,8 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
     )
     if len(has_sign_M) < 2:
         raise ValueError(
-            f"coupling: no rollout of batch {scene.batch_number} has an advantage, so no token pushes"
-            " another. Choose another batch."
+            f"coupling: no rollout of batch {scene.batch_number} has an advantage, so no token"
+            " pushes another. Choose another batch."
         )
     pick_M = has_sign_M[
         torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()

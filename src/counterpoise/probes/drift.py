@@ -85,8 +85,9 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
             bank = extend_bank(bank, size, path, scene.config.success)
     if not bank:
         raise ValueError(
-            f"drift: no prompt up to batch {scene.batch_number} has two distinct verified solutions, so"
-            " there is no bank. Raise rollouts.group_size, take an easier task, or a later batch."
+            f"drift: no prompt up to batch {scene.batch_number} has two distinct verified"
+            " solutions, so there is no bank. Raise rollouts.group_size, take an easier task, or a"
+            " later batch."
         )
     return bank
 

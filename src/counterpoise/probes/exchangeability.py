@@ -125,8 +125,8 @@ def node_rows(scene: Scene) -> Columns:
     node_K = nodes.node_NT[shared.is_both_NT].unique()
     if not len(node_K):
         raise ValueError(
-            f"exchangeability: good and bad rollouts of batch {scene.batch_number} share no token. Choose"
-            " another batch."
+            f"exchangeability: good and bad rollouts of batch {scene.batch_number} share no token."
+            " Choose another batch."
         )
     first_M = torch.zeros_like(nodes.size_M).index_put(
         (nodes.node_NT[columns[1]],), columns[1].nonzero()[:, 0]

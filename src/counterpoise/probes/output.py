@@ -1,4 +1,5 @@
-"""What a probe leaves behind: ``RUN/probes/<name>/update_N/`` with raw data, a figure and a summary.
+"""What a probe leaves behind: ``RUN/probes/<name>/update_N/`` with raw data, a figure and a
+summary.
 
 Parts that are there are not made again.
 """

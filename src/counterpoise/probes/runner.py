@@ -148,8 +148,8 @@ def pool(run_dir: Path, name: str) -> dict[str, Any]:
     chosen = probe_of(name)
     if not chosen.can_pool:
         raise ValueError(
-            f"probe {name!r} covers the run up to its batch already. Run it at the last batch instead"
-            " of pooling."
+            f"probe {name!r} covers the run up to its batch already. Run it at the last batch"
+            " instead of pooling."
         )
     folders = [
         path.parent for path in sorted((run_dir / "probes" / name).glob("batch_*/summary.json"))

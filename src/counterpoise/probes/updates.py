@@ -67,8 +67,8 @@ def try_update(
     if enters_RT is not None:
         if not bool((enters_RT & rows.mask_NT).any()):
             raise ValueError(
-                f"probe: no token of batch {scene.batch_number} has the advantage that this update is made"
-                " of (all rollouts of its prompts earned the same?). Choose another batch."
+                f"probe: no token of batch {scene.batch_number} has the advantage that this update"
+                " is made of (all rollouts of its prompts earned the same?). Choose another batch."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
     saved, before = snapshot(model, optimizer), copy_params(trainable(model))

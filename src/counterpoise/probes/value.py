@@ -88,15 +88,15 @@ def matched_pairs(
         for name, side in sides.items():
             if not len(side.row):
                 raise ValueError(
-                    f"value: no {name} token in {origin} rollouts of batch {scene.batch_number}. Choose"
-                    " another batch."
+                    f"value: no {name} token in {origin} rollouts of batch {scene.batch_number}."
+                    " Choose another batch."
                 )
         drawing = derived_seed(seed, scene.batch_number, origin)
         found = match(sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt)
         if not found:
             raise ValueError(
-                f"value: no prompt of batch {scene.batch_number} has both kinds in {origin} rollouts. Leave"
-                " same_prompt out."
+                f"value: no prompt of batch {scene.batch_number} has both kinds in {origin}"
+                " rollouts. Leave same_prompt out."
             )
         for number, both in enumerate(found):
             for name, k in zip(CHANGES, both):

@@ -3,9 +3,10 @@
 Each is ``fn(mask_NT, credit_NT, advantage_N, *, params) -> scale_NT``.
 
 A reduction sees the whole update (the rows of this rank; counts are pooled by ``reduce``),
-and any cut of the update slices the column. Padding is 0. ``count`` says which tokens the denominator
-counts, which is another thing than which tokens have a loss: "mask" all response tokens, "credited"
-those whose credit is not 0. Credit 0 still has its scale (a KL term may live there)."""
+and any cut of the update slices the column. Padding is 0. ``count`` says which tokens the
+denominator counts, which is another thing than which tokens have a loss: "mask" all response
+tokens, "credited" those whose credit is not 0. Credit 0 still has its scale (a KL term may live
+there)."""
 
 from __future__ import annotations
 

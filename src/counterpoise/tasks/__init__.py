@@ -64,7 +64,8 @@ def task(
             or a mapping with ``name`` and parameters.
         reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
             own grader.
-        success: what counts as solved, a reward of at least this much; the trainer reads it from the
+        success: what counts as solved, a reward of at least this much; the trainer reads it from
+            the
             recipe (``task.success``), the task itself does not.
         params: the task's parameters.
 

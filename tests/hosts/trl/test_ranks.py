@@ -113,9 +113,9 @@ def test_the_ledger_of_two_processes(one, two, sharded):
     """
     expected = one["ledger"]["tokens"]
     for got in (two["ledger"]["tokens"], sharded["ledger"]["tokens"]):
-        for name in ("rollout", "position", "token_ids", "update"):
+        for name in ("rollout", "position", "token_id", "update"):
             assert got[name] == expected[name], name
-        for name in ("coef", "scale", "credit", "importance_ratio"):
+        for name in ("coef", "scale", "credit", "ratio"):
             assert got[name] == pytest.approx(expected[name], abs=2e-4), name
     assert two["ledger"]["tokens"]["delta"] == pytest.approx(expected["delta"], abs=2e-4)
     assert set(sharded["ledger"]["tokens"]["delta"]) == {None}

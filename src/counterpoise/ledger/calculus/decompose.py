@@ -1,5 +1,5 @@
-"""First-order change of every token's log-prob along a parameter update, and the part of it that each
-class of tokens brought.
+"""First-order change of every token's log-prob along a parameter update, and the part of it that
+each class of tokens brought.
 
 ``delta_j ~ <g_j, dtheta>`` is a Jacobian-vector product: one forward-mode pass gives it for all
 tokens at once. With the second moments of the optimizer fixed, a update is linear in the gradient:
@@ -27,8 +27,8 @@ REST = "rest"
 
 
 class Decomposition(NamedTuple):
-    """``predicted_NT`` along the whole update, and ``parts["sign"]["positive"]`` of one class; those
-    of an axis add up to it.
+    """``predicted_NT`` along the whole update, and ``parts["sign"]["positive"]`` of one class;
+    those of an axis add up to it.
     """
 
     predicted_NT: Tensor

@@ -24,8 +24,8 @@ class HeadState(NamedTuple):
 
 
 class HeadChange(NamedTuple):
-    """``entropy_M`` is before the update; ``kl_M`` is KL(after || before); ``own_M`` is the own part
-    for a coefficient of 1.
+    """``entropy_M`` is before the update; ``kl_M`` is KL(after || before); ``own_M`` is the own
+    part for a coefficient of 1.
     """
 
     logp_before_M: Tensor

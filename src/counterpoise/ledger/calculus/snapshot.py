@@ -23,8 +23,8 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Everything a training update reads and changes: parameters, buffers, gradients, the optimizer's
-    state and settings, torch's RNG.
+    """Everything a training update reads and changes: parameters, buffers, gradients, the
+    optimizer's state and settings, torch's RNG.
 
     >>> layer = nn.Linear(1, 1); optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     >>> saved = snapshot(layer, optimizer)
