@@ -5,8 +5,9 @@ An author writes a module-level function, tensors positional and parameters keyw
     @declare(needs="entropy_NT", report=_threshold)
     def top_entropy(credit_NT, batch, *, fraction=0.2): ...
 
-    top_entropy(credit_NT, batch, fraction=0.2)    # with its tensors it runs
-    top_entropy(fraction=0.2)                      # with keywords alone it binds: a Stage again
+
+    top_entropy(credit_NT, batch, fraction=0.2)  # with its tensors it runs
+    top_entropy(fraction=0.2)  # with keywords alone it binds: a Stage again
 
 ``@Stage`` alone does where there is nothing to declare."""
 

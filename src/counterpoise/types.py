@@ -2,7 +2,8 @@
 
 Axes (suffixes of names)
     N  rollouts            G  rollouts of one prompt (a group)     P  prompts
-    T  response tokens     V  vocabulary                           D  hidden size       K  candidates kept of V
+    T  response tokens     V  vocabulary                           D  hidden size
+    K  candidates kept of V
 
 Words, never mixed
     reward     one number a rollout, from the grader
@@ -65,8 +66,12 @@ class TokenBatch:
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
     forward.
 
-    >>> batch = TokenBatch.from_lists([[5, 6, 7], [5, 8]], group=[0, 0], reward=[1.0, 0.0],
-    ...                               sampler_logp=[[-0.1, -0.2, -0.3], [-0.1, -2.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[5, 6, 7], [5, 8]],
+    ...     group=[0, 0],
+    ...     reward=[1.0, 0.0],
+    ...     sampler_logp=[[-0.1, -0.2, -0.3], [-0.1, -2.0]],
+    ... )
     >>> batch.mask_NT.sum(1).tolist()
     [3, 2]
     """

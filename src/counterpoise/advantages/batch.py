@@ -48,7 +48,10 @@ def group_mean_batch_std(reward_N: Tensor, group_N: Tensor, *, reduce: Reduce = 
         group_N: [N] the prompt of each rollout.
         reduce: pools the batch over ranks.
 
-    >>> group_mean_batch_std(torch.tensor([4.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1])).tolist()
+    >>> group_mean_batch_std(
+    ...     torch.tensor([4.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ...     torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1]),
+    ... ).tolist()
     [2.0, -2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
     Reference: REINFORCE++-baseline, arXiv 2501.03262. Departs from the paper's code as

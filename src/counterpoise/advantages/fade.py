@@ -30,7 +30,9 @@ def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float 
         alpha: the power, > 0.
         delta: divides negative advantages, > 0.
 
-    >>> fade(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0]), alpha=2.0, delta=0.5).tolist()
+    >>> fade(
+    ...     torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0]), alpha=2.0, delta=0.5
+    ... ).tolist()
     [0.25, -0.5, -0.5, 0.25]
 
     Reference: FADE, arXiv 2607.01490.

@@ -4,10 +4,10 @@
 
 The data's way::
 
-    out = method.assign(batch)                                  # Credit
-    for row_R in method.plan(batch, num_updates=4, seed=0):     # rows of each update
-        rows = method.rows(batch, out, row_R)                   # Rows: its columns with scale_NT
-        loss = method.loss(trainer_logp_NT, rows)               # TokenLoss; or rows.select(...)
+    out = method.assign(batch)  # Credit
+    for row_R in method.plan(batch, num_updates=4, seed=0):  # rows of each update
+        rows = method.rows(batch, out, row_R)  # Rows: its columns with scale_NT
+        loss = method.loss(trainer_logp_NT, rows)  # TokenLoss; or rows.select(...)
         (loss.loss_NT * rows.scale_NT).sum().backward()
 
 A loss that must see the whole update before it is cut (``method.needs_update_logp``) gets it by
@@ -100,7 +100,7 @@ class Method:
 
     @property
     def needs_groups(self) -> bool:
-        """Whether some stage compares the rollouts of a prompt, so that one per prompt is an error."""
+        """Whether some stage compares a prompt's rollouts, so that one per prompt is an error."""
         return any(stage.has("needs_groups") for stage in self.stages)
 
     @property
@@ -261,7 +261,7 @@ class Method:
         return first
 
     def describe(self) -> dict[str, Any]:
-        """The mapping from which ``counterpoise.method(**mapping)`` makes this method again; JSON."""
+        """The mapping (JSON) from which ``counterpoise.method(**mapping)`` makes this method."""
         out: dict[str, Any] = {"name": self.name}
         for axis, field in AXES.items():
             value = getattr(self, field)

@@ -31,7 +31,9 @@ def method(name: str, **axes: Axis) -> Method:
             bound stage, for ``credit`` and ``loss`` also a list of them; a mapping without ``name``
             changes parameters of the preset's stage.
 
-    >>> method("dapo", plan="query_preserved", credit=[{"name": "top_entropy", "fraction": 0.2}]).needs
+    >>> method(
+    ...     "dapo", plan="query_preserved", credit=[{"name": "top_entropy", "fraction": 0.2}]
+    ... ).needs
     frozenset({'entropy_NT'})
     """
     load_plugins()
@@ -168,7 +170,7 @@ def register(axis: str, name: str, fn: Function) -> Stage:
 
 
 def register_advantage(name: str, fn: Function) -> Stage:
-    """``fn(reward_N, group_N, *, params) -> advantage_N`` becomes ``method(..., advantage=name)``."""
+    """``fn(reward_N, group_N, *, params) -> advantage_N``, as ``method(..., advantage=name)``."""
     return register("advantage", name, fn)
 
 

@@ -46,7 +46,13 @@ def entropy_target(
         target: entropy to hold; None is the entropy of the first batch.
         reduce: pools over ranks.
 
-    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1, 0], sampler_logp=[[-1.0], [-1.0]], entropy=[[1.0], [2.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]],
+    ...     group=[0, 0],
+    ...     reward=[1, 0],
+    ...     sampler_logp=[[-1.0], [-1.0]],
+    ...     entropy=[[1.0], [2.0]],
+    ... )
     >>> setting = {"path": "advantage.positive", "start": 0.5, "lo": 0.0, "hi": 1.0, "rate": -0.5}
     >>> entropy_target(entropy_start(start=0.5), batch, target=2.0, **setting).settings
     {'advantage': {'positive': 0.25}}

@@ -56,7 +56,13 @@ def fade(
         delta_low, delta_high: of delta.
         reduce: pools over ranks.
 
-    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1, 0], sampler_logp=[[-1.0], [-1.0]], entropy=[[2.0], [2.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]],
+    ...     group=[0, 0],
+    ...     reward=[1, 0],
+    ...     sampler_logp=[[-1.0], [-1.0]],
+    ...     entropy=[[2.0], [2.0]],
+    ... )
     >>> fade(fade_start(), batch).settings
     {'advantage': {'alpha': 1.5, 'delta': 1.0}}
 

@@ -205,7 +205,9 @@ def ktae(
     the weights 1, 1, 1 are those of the authors' code. Reads "correct" as reward > threshold (their
     code: > 0). Experimental.
 
-    >>> batch = TokenBatch.from_lists([[1, 5], [1, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 5], [1, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2
+    ... )
     >>> ktae(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch, frequency_weight=0.0)
     tensor([[ 0.5000,  0.8737],
             [-0.5000, -0.8737]])

@@ -1,4 +1,4 @@
-"""Checks of the parameters of credit rules; every message says stage, parameter, expected and got."""
+"""Checks of the parameters of credit rules."""
 
 from __future__ import annotations
 

@@ -43,8 +43,12 @@ def keep_mass(
         per_side: one z for positive and one for negative credit; each side keeps its own mass.
 
     >>> from counterpoise.credit import negative_token_filter
-    >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2]])
-    >>> keep_mass(rule=negative_token_filter(fraction=0.1))(torch.full((1, 3), -0.5), batch).tolist()
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2]]
+    ... )
+    >>> keep_mass(rule=negative_token_filter(fraction=0.1))(
+    ...     torch.full((1, 3), -0.5), batch
+    ... ).tolist()
     [[0.0, -1.5, 0.0]]
     """
     check_rule("keep_mass", rule)
@@ -76,8 +80,12 @@ def only_positive(
     The rule sees the credit of both signs.
 
     >>> from counterpoise.credit import probability_scaled
-    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
-    >>> only_positive(rule=probability_scaled(alpha=0.5))(torch.tensor([[1.0], [-1.0]]), batch).tolist()
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]]
+    ... )
+    >>> only_positive(rule=probability_scaled(alpha=0.5))(
+    ...     torch.tensor([[1.0], [-1.0]]), batch
+    ... ).tolist()
     [[0.5], [-1.0]]
     """
     check_rule("only_positive", rule)
@@ -100,8 +108,12 @@ def only_negative(
     The rule sees the credit of both signs.
 
     >>> from counterpoise.credit import probability_scaled
-    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]])
-    >>> only_negative(rule=probability_scaled(alpha=0.5))(torch.tensor([[1.0], [-1.0]]), batch).tolist()
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-30.0], [-30.0]]
+    ... )
+    >>> only_negative(rule=probability_scaled(alpha=0.5))(
+    ...     torch.tensor([[1.0], [-1.0]]), batch
+    ... ).tolist()
     [[1.0], [-0.5]]
     """
     check_rule("only_negative", rule)

@@ -156,9 +156,9 @@ def delta(
 
     With v a token's gradient proxy and a = |credit|, over the whole batch of all ranks::
 
-        mu_side = sum a v / sum a                            over the tokens of that side
-        Delta   = 2 v . (mu+ - mu-) + |mu-|^2 - |mu+|^2      positive side; its negative on the negative side
-        gamma   = sqrt(max(var Delta, 1e-8))                 population variance, each side, unweighted
+        mu_side = sum a v / sum a                        over the tokens of that side
+        Delta   = 2 v . (mu+ - mu-) + |mu-|^2 - |mu+|^2  positive side; its negative on the other
+        gamma   = sqrt(max(var Delta, 1e-8))             population variance of each side
         alpha   = sigmoid(Delta / gamma)
 
     then ``refinements`` times: mu_side = sum a alpha v / sum a alpha, Delta and alpha again, gamma
@@ -184,8 +184,13 @@ def delta(
         topk: use the first so many candidates of the batch (None: all of them).
         temperature: of the sampling distribution; only ``head`` computes probabilities itself.
 
-    >>> batch = TokenBatch.from_lists([[1, 2], [3, 2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-0.7, -0.7], [-0.7, -0.7]],
-    ...                               hidden_NTD=torch.tensor([[[2.0], [0.0]], [[-2.0], [0.0]]]))
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [3, 2]],
+    ...     group=[0, 0],
+    ...     reward=[1.0, 0.0],
+    ...     sampler_logp=[[-0.7, -0.7], [-0.7, -0.7]],
+    ...     hidden_NTD=torch.tensor([[[2.0], [0.0]], [[-2.0], [0.0]]]),
+    ... )
     >>> delta(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), batch)  # token 2 is on both sides
     tensor([[ 1.0788,  0.9212],
             [-1.0788, -0.9212]])
@@ -227,7 +232,9 @@ def delta_weight(
     Args:
         params: those of ``delta``.
 
-    >>> batch = TokenBatch.from_lists([[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0], [-1.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0], [-1.0]]
+    ... )
     >>> delta_weight(torch.tensor([[1.0], [0.0]]), batch).flatten().tolist()  # one side only
     [1.0, 1.0]
     """

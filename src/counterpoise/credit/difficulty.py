@@ -48,7 +48,12 @@ def focal(
         rollouts, not the mean reward; for rewards
     of 0 and 1 they are the same.
 
-    >>> batch = TokenBatch.from_lists([[1], [2], [3], [4]], group=[0] * 4, reward=[1.0, 1.0, 1.0, 0.0], sampler_logp=[[-1.0]] * 4)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2], [3], [4]],
+    ...     group=[0] * 4,
+    ...     reward=[1.0, 1.0, 1.0, 0.0],
+    ...     sampler_logp=[[-1.0]] * 4,
+    ... )
     >>> focal(torch.ones(4, 1), batch).flatten().tolist()
     [0.25, 0.25, 0.25, 0.25]
     """

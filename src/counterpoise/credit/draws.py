@@ -18,9 +18,13 @@ def token_keys(batch: TokenBatch, generator: torch.Generator | None = None) -> T
 
     Ranks agree when their generators were seeded alike (``numerics.seeded``).
 
-    >>> batch = TokenBatch.from_lists([[1, 2], [3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0, -1.0], [-1.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0, -1.0], [-1.0]]
+    ... )
     >>> key_NT = token_keys(batch, torch.Generator().manual_seed(0))
-    >>> swapped_NT = token_keys(batch.select(torch.tensor([1, 0])), torch.Generator().manual_seed(0))
+    >>> swapped_NT = token_keys(
+    ...     batch.select(torch.tensor([1, 0])), torch.Generator().manual_seed(0)
+    ... )
     >>> torch.equal(key_NT[0], swapped_NT[1])
     True
     """

@@ -110,7 +110,12 @@ def edits(
     Reference: IBPO, arXiv 2605.16302 (also 2604.13088 v2). Reads the paper as
         written above; experimental.
 
-    >>> batch = TokenBatch.from_lists([[1, 2, 3], [1, 9, 3, 4]], group=[0, 0], reward=[0.0, 1.0], sampler_logp=[[-1.0] * 3, [-1.0] * 4])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3], [1, 9, 3, 4]],
+    ...     group=[0, 0],
+    ...     reward=[0.0, 1.0],
+    ...     sampler_logp=[[-1.0] * 3, [-1.0] * 4],
+    ... )
     >>> edits(torch.zeros(2, 4), batch).tolist()
     [[0.0, -1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
     """

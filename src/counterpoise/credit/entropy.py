@@ -65,7 +65,13 @@ def top_entropy(
 
     Reference: Beyond the 80/20 Rule, arXiv 2506.01939 (rho = 0.2).
 
-    >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[1.0], sampler_logp=[[-1.0] * 3], entropy=[[0.1, 2.0, 0.3]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3]],
+    ...     group=[0],
+    ...     reward=[1.0],
+    ...     sampler_logp=[[-1.0] * 3],
+    ...     entropy=[[0.1, 2.0, 0.3]],
+    ... )
     >>> top_entropy(torch.ones(1, 3), batch, fraction=0.2).tolist()
     [[0.0, 1.0, 0.0]]
     """
@@ -119,7 +125,13 @@ def spurious(
     mini-batch). Departs from the paper in that Q and z are those of the batch, not of each
     mini-batch, and p is the sampler's.
 
-    >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[1.0], sampler_logp=[[-0.1, -9.0, -9.0]], entropy=[[0.1, 0.1, 3.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3]],
+    ...     group=[0],
+    ...     reward=[1.0],
+    ...     sampler_logp=[[-0.1, -9.0, -9.0]],
+    ...     entropy=[[0.1, 0.1, 3.0]],
+    ... )
     >>> spurious(torch.ones(1, 3), batch).tolist()
     [[1.5, 0.0, 1.5]]
     """

@@ -40,7 +40,9 @@ def negative_token_filter(credit_NT: Tensor, batch: TokenBatch, *, fraction: flo
     Reference: negative token filtering, arXiv 2606.17250. Departs from a bare ceil in that rounding
         noise of ``fraction * n`` adds no token.
 
-    >>> batch = TokenBatch.from_lists([[1, 2, 3]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2]]
+    ... )
     >>> negative_token_filter(torch.full((1, 3), -0.5), batch, fraction=0.1).tolist()
     [[0.0, -0.5, 0.0]]
     """

@@ -17,7 +17,9 @@ def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both")
     negative credit of the group, and so for every token between it and the start (or,
     right-aligned, the end) of the rollout, [N, T].
 
-    >>> batch = TokenBatch.from_lists([[1, 2, 9], [1, 3, 9]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 3] * 2)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 9], [1, 3, 9]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 3] * 2
+    ... )
     >>> conflict_tokens(torch.tensor([[1.0] * 3, [-1.0] * 3]), batch, runs="start").tolist()
     [[True, False, False], [True, False, False]]
     """
@@ -101,7 +103,9 @@ def conflict(
     rollouts by entropy and its division of a rollout's loss by the number of its conflict tokens.
     Experimental in that respect.
 
-    >>> batch = TokenBatch.from_lists([[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2
+    ... )
     >>> conflict(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch).tolist()
     [[1.0, 0.5], [0.0, -0.5]]
     """
@@ -139,7 +143,9 @@ def shared_prefix(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     Reference: lambda-GRPO, arXiv 2509.21154; the divisor is the size of the token's process set, as
         in the authors' code.
 
-    >>> batch = TokenBatch.from_lists([[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2)
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2
+    ... )
     >>> shared_prefix(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch).tolist()
     [[0.25, 0.5], [-0.25, -0.5]]
     """

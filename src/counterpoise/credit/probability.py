@@ -30,7 +30,9 @@ def probability_scaled(credit_NT: Tensor, batch: TokenBatch, *, alpha: float = 0
         is the sampler's, not that of the
     policy in training; they agree at the first update of a batch.
 
-    >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[1.0], sampler_logp=[[0.0, -20.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2]], group=[0], reward=[1.0], sampler_logp=[[0.0, -20.0]]
+    ... )
     >>> probability_scaled(torch.ones(1, 2), batch)
     tensor([[1.0000, 0.7000]])
     """
@@ -91,8 +93,15 @@ def covariance(
     made once for the batch with the sampler's log-probs, and not at each update
     among the tokens that are not clipped.
 
-    >>> batch = TokenBatch.from_lists([[1, 2], [3, 4]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[0.0, -3.0], [-3.0, -3.0]])
-    >>> covariance(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), batch).tolist()  # covariances 2.25, -0.75, 0.75, 0.75
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [3, 4]],
+    ...     group=[0, 0],
+    ...     reward=[1.0, 0.0],
+    ...     sampler_logp=[[0.0, -3.0], [-3.0, -3.0]],
+    ... )
+    >>> covariance(
+    ...     torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), batch
+    ... ).tolist()  # covariances 2.25, -0.75, 0.75, 0.75
     [[0.0, 1.0], [-1.0, -1.0]]
     """
     check_number("covariance", "fraction", fraction, 0, 1, open_low=True)
@@ -142,7 +151,9 @@ def kl_penalty(
         2203.02155, here by token and after the
     advantage.
 
-    >>> batch = TokenBatch.from_lists([[1]], group=[0], reward=[1.0], sampler_logp=[[-1.0]], ref_logp=[[-3.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1]], group=[0], reward=[1.0], sampler_logp=[[-1.0]], ref_logp=[[-3.0]]
+    ... )
     >>> kl_penalty(torch.ones(1, 1), batch, coef=0.25).tolist()
     [[0.5]]
     """

@@ -6,7 +6,7 @@ A proxy is three functions of the credited tokens of a rank: ``total`` (a weight
 
     row    v = (1 - p(y)) h                      in R^D
     topk   v = W_y - sum_j p~_j W_j = W^T u      in R^D, u sparse
-    head   v = (e_y - p) h^T                     in R^{V x D}, the exact gradient of log p(y) by the head's weight
+    head   v = (e_y - p) h^T   in R^{V x D}, the exact gradient of log p(y) by the head's weight
 
 All walk over chunks of tokens; sums are kept in float64 (``head``: in the working dtype, the
 accumulator is as large as the head).

@@ -15,7 +15,9 @@ def uniform(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     Keeps the mass sum|credit| and the sign.
 
     >>> import torch
-    >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[1.0], sampler_logp=[[-1.0, -2.0]])
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2]], group=[0], reward=[1.0], sampler_logp=[[-1.0, -2.0]]
+    ... )
     >>> uniform(torch.tensor([[0.5, 0.5]]), batch).tolist()
     [[0.5, 0.5]]
     """

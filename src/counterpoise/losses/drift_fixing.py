@@ -40,7 +40,16 @@ def dfpo_weight(
     (e - 1) / 2 comes off along A.
 
     >>> one = torch.ones(2, 1, dtype=torch.float64)
-    >>> rows = Rows(torch.arange(2), one.bool(), torch.zeros(2), one[:, 0], torch.tensor([1.0, -1.0]).double(), one, -2 * one, one)
+    >>> rows = Rows(
+    ...     torch.arange(2),
+    ...     one.bool(),
+    ...     torch.zeros(2),
+    ...     one[:, 0],
+    ...     torch.tensor([1.0, -1.0]).double(),
+    ...     one,
+    ...     -2 * one,
+    ...     one,
+    ... )
     >>> logp = torch.tensor([[-1.0], [-2.0]]).double()
     >>> [round(w, 4) for w in dfpo_weight(logp, rows, transform="orth").tolist()]
     [1.8591, 1.8591]

@@ -46,9 +46,15 @@ def token_loss(
     ... def squared(trainer_logp_NT, rows):
     ...     "L = -credit * logp^2 / 2"
     ...     nothing_cut_NT = torch.zeros_like(rows.mask_NT)
-    ...     return -rows.credit_NT * trainer_logp_NT.square() / 2, log_ratio(trainer_logp_NT, rows).exp(), nothing_cut_NT
+    ...     return (
+    ...         -rows.credit_NT * trainer_logp_NT.square() / 2,
+    ...         log_ratio(trainer_logp_NT, rows).exp(),
+    ...         nothing_cut_NT,
+    ...     )
     >>> one = torch.ones(1, 1)
-    >>> rows = Rows(torch.tensor([0]), one.bool(), torch.tensor([0]), one[0], one[0], 3 * one, -2 * one, one)
+    >>> rows = Rows(
+    ...     torch.tensor([0]), one.bool(), torch.tensor([0]), one[0], one[0], 3 * one, -2 * one, one
+    ... )
     >>> squared(-2 * one, rows).coef_NT.item()
     -6.0
     """

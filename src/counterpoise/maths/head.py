@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = (
-    2**24
-)  # logits alive at once by default: 64 MiB in float32; four times as many on a GPU, which small chunks leave idle
+# logits alive at once by default: 64 MiB in float32; four times as many on a GPU, which small
+# chunks leave idle
+CHUNK_LOGITS = 2**24
 
 
 class Head(NamedTuple):
@@ -108,7 +108,9 @@ def head_scores(
         topk: K; the candidates come in order, largest first.
 
     >>> head = Head(torch.eye(2))
-    >>> out = head_scores(torch.zeros(3, 2), torch.tensor([0, 1, 1]), head, with_entropy=True, chunk=2)
+    >>> out = head_scores(
+    ...     torch.zeros(3, 2), torch.tensor([0, 1, 1]), head, with_entropy=True, chunk=2
+    ... )
     >>> [round(x, 4) for x in out.logp_M.tolist()], round(out.entropy_M[0].item(), 4)
     ([-0.6931, -0.6931, -0.6931], 0.6931)
     """
@@ -172,7 +174,9 @@ def head_logp_change(
         head: in the dtype of the products.
         weight_CVD: changes of the head's weight; None where it stays.
 
-    >>> hidden_MAD = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])   # probabilities 1/2, the first logit grows
+    >>> hidden_MAD = torch.tensor(
+    ...     [[[0.0, 0.0], [1.0, 0.0]]]
+    ... )  # probabilities 1/2, the first logit grows
     >>> head_logp_change(hidden_MAD, torch.tensor([0]), Head(torch.eye(2)), None).tolist()
     [[0.5]]
     """

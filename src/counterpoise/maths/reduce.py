@@ -57,7 +57,10 @@ def over_ranks(group: Any = None) -> Reduce:
 def seeded_generator(seed: int, batch_number: int, purpose: str) -> torch.Generator:
     """A generator derived from (seed, batch, purpose): the same on every machine and rank.
 
-    >>> torch.equal(torch.rand(2, generator=seeded_generator(0, 1, "plan")), torch.rand(2, generator=seeded_generator(0, 1, "plan")))
+    >>> torch.equal(
+    ...     torch.rand(2, generator=seeded_generator(0, 1, "plan")),
+    ...     torch.rand(2, generator=seeded_generator(0, 1, "plan")),
+    ... )
     True
     """
     return torch.Generator().manual_seed(derived_seed(seed, batch_number, purpose))

@@ -25,7 +25,7 @@ class PrefixNodes(NamedTuple):
 
     @property
     def size_NT(self) -> Tensor:
-        """Rollouts of the group that share the prefix up to and including this token; 0 on padding."""
+        """Rollouts of the group that share the prefix with this token; 0 on padding."""
         return torch.where(self.node_NT >= 0, self.size_M[self.node_NT.clamp(min=0)], 0)
 
     def sum(self, value_NT: Tensor) -> Tensor:
@@ -65,7 +65,11 @@ def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> Pref
         mask_NT: True on response tokens, which must be right-padded.
         group_N: which prompt each rollout answers.
 
-    >>> nodes = prefix_nodes(torch.tensor([[5, 6], [5, 7], [5, 6]]), torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 0, 0]))
+    >>> nodes = prefix_nodes(
+    ...     torch.tensor([[5, 6], [5, 7], [5, 6]]),
+    ...     torch.ones(3, 2, dtype=torch.bool),
+    ...     torch.tensor([0, 0, 0]),
+    ... )
     >>> nodes.node_NT.tolist(), nodes.size_M.tolist()
     ([[0, 1], [0, 2], [0, 1]], [3, 2, 1])
     """

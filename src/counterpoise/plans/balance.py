@@ -91,8 +91,14 @@ def reward_balanced(
         max_rounds: ``buffer`` only: most rounds of sampling for one batch, where the trainer lets a
             method sample more.
 
-    >>> group_N, reward_N = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 1])
-    >>> [update.tolist() for update in reward_balanced(group_N, reward_N, torch.ones(9), num_updates=1)]
+    >>> group_N, reward_N = (
+    ...     torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2]),
+    ...     torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 1, 1]),
+    ... )
+    >>> [
+    ...     update.tolist()
+    ...     for update in reward_balanced(group_N, reward_N, torch.ones(9), num_updates=1)
+    ... ]
     [[0, 1, 2, 3, 4, 5]]
     """
     _check(mode, threshold, low, high, update_size)

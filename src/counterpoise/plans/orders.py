@@ -40,7 +40,9 @@ def query_preserved(
         num_updates: updates.
         generator: shuffles the prompts.
 
-    >>> updates = query_preserved(torch.tensor([0, 0, 1, 1, 2, 2]), torch.zeros(6), torch.ones(6), num_updates=3)
+    >>> updates = query_preserved(
+    ...     torch.tensor([0, 0, 1, 1, 2, 2]), torch.zeros(6), torch.ones(6), num_updates=3
+    ... )
     >>> sorted(update.tolist() for update in updates)
     [[0, 1], [2, 3], [4, 5]]
 
@@ -66,7 +68,9 @@ def random_rows(
 
     Arguments as for ``query_preserved``; only the number of rows is read.
 
-    >>> updates = random_rows(torch.tensor([0, 0, 1, 1]), torch.zeros(4), torch.ones(4), num_updates=2)
+    >>> updates = random_rows(
+    ...     torch.tensor([0, 0, 1, 1]), torch.zeros(4), torch.ones(4), num_updates=2
+    ... )
     >>> [len(update) for update in updates], sorted(torch.cat(updates).tolist())
     ([2, 2], [0, 1, 2, 3])
     """
@@ -92,7 +96,10 @@ def length_sorted(
         length_N: [N] response tokens.
         num_updates: updates.
 
-    >>> [s.tolist() for s in length_sorted(torch.zeros(8), torch.zeros(8), torch.arange(8), num_updates=4)]
+    >>> [
+    ...     s.tolist()
+    ...     for s in length_sorted(torch.zeros(8), torch.zeros(8), torch.arange(8), num_updates=4)
+    ... ]
     [[0, 2], [4, 6], [5, 7], [1, 3]]
     """
     check_updates("length_sorted", num_updates, len(length_N), "rollouts")
@@ -108,7 +115,10 @@ def round_robin(
 
     Arguments as for ``query_preserved``; nothing is drawn.
 
-    >>> [s.tolist() for s in round_robin(torch.zeros(5), torch.zeros(5), torch.ones(5), num_updates=2)]
+    >>> [
+    ...     s.tolist()
+    ...     for s in round_robin(torch.zeros(5), torch.zeros(5), torch.ones(5), num_updates=2)
+    ... ]
     [[0, 2, 4], [1, 3]]
     """
     check_updates("round_robin", num_updates, len(group_N), "rollouts")
@@ -133,7 +143,7 @@ def rows_by_prompt(group_N: Tensor) -> list[Tensor]:
 
 
 def shuffle(count: int, generator: torch.Generator | None) -> list[int]:
-    """A permutation of 0 .. count-1 drawn from the generator; from a fixed seed if there is none."""
+    """A permutation of 0 .. count-1 from the generator; from a fixed seed without one."""
     return torch.randperm(count, generator=generator or seeded_generator(0, 0, "plan")).tolist()
 
 

@@ -59,9 +59,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _head(model: PreTrainedModel) -> Head | None:
     layer = model.get_output_embeddings()
-    if (
-        type(layer) is not nn.Linear
-    ):  # a subclass (an adapter, a quantised layer) computes something else than weight and bias say
+    # a subclass (an adapter, a quantised layer) computes something else than weight and bias say
+    if type(layer) is not nn.Linear:
         return None
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(

@@ -136,7 +136,7 @@ def load_model(
 
 
 def convert_gguf(place: str, gguf_file: str) -> str:
-    """The folder in the cache with the weights of a GGUF file in float32; made if it is not there."""
+    """The cache folder with the weights of a GGUF file in float32; made if missing."""
     file = Path(place, gguf_file).stat()
     key = hashlib.sha256(f"{gguf_file} {file.st_size} {file.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = Path(os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise").expanduser()

@@ -29,7 +29,7 @@ from counterpoise.policy.pack import (
 
 
 class TokenScores(NamedTuple):
-    """Differentiable log-prob and entropy of each response token, 0 on padding; float32 or wider."""
+    """Differentiable log-prob and entropy per response token, 0 on padding; float32 or wider."""
 
     logp_NT: Tensor
     entropy_NT: Tensor
@@ -87,7 +87,13 @@ def token_logp(
         fused: False takes a form that forward mode can differentiate (see ``logp_function``).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> config = LlamaConfig(
+    ...     vocab_size=16,
+    ...     hidden_size=8,
+    ...     intermediate_size=16,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
     >>> ids_NT = torch.tensor([[4, 5], [6, 0]])
     >>> token_logp(LlamaForCausalLM(config), [[1, 2], [3]], ids_NT, ids_NT > 0).shape
     torch.Size([2, 2])
@@ -151,11 +157,19 @@ def logp_function(
     ``model.named_parameters()`` has for it.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> config = LlamaConfig(
+    ...     vocab_size=16,
+    ...     hidden_size=8,
+    ...     intermediate_size=16,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
     >>> model, ids_NT = LlamaForCausalLM(config), torch.tensor([[4, 5], [6, 0]])
     >>> params = {name: value.detach() for name, value in model.named_parameters()}
     >>> step = {name: torch.zeros_like(value) for name, value in params.items()}
-    >>> logp_NT, change_NT = torch.func.jvp(logp_function(model, [[1, 2], [3]], ids_NT, ids_NT > 0), (params,), (step,))
+    >>> logp_NT, change_NT = torch.func.jvp(
+    ...     logp_function(model, [[1, 2], [3]], ids_NT, ids_NT > 0), (params,), (step,)
+    ... )
     >>> change_NT.tolist()
     [[0.0, 0.0], [0.0, 0.0]]
     """

@@ -87,9 +87,21 @@ def measure(
         ref_model: the frozen reference, for ``ref_logp_NT``.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> config = LlamaConfig(
+    ...     vocab_size=16,
+    ...     hidden_size=8,
+    ...     intermediate_size=16,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
     >>> ids_NT = torch.tensor([[4, 5], [6, 0]])
-    >>> out = measure(LlamaForCausalLM(config), [[1, 2], [3]], ids_NT, ids_NT > 0, {"entropy_NT", "hidden_NTD"})
+    >>> out = measure(
+    ...     LlamaForCausalLM(config),
+    ...     [[1, 2], [3]],
+    ...     ids_NT,
+    ...     ids_NT > 0,
+    ...     {"entropy_NT", "hidden_NTD"},
+    ... )
     >>> sorted((name, tuple(column.shape)) for name, column in out.items())
     [('entropy_NT', (2, 2)), ('hidden_NTD', (2, 2, 8))]
     """

@@ -62,7 +62,12 @@ def pack_rows(
     """Rows laid out for a forward: whole, or with ``share`` as distinct prompts and responses where
     that saves enough.
 
-    >>> rows = pack_rows([[7, 8], [9]], torch.tensor([[1, 2], [3, 0]]), torch.tensor([[1, 1], [1, 0]]), torch.device("cpu"))
+    >>> rows = pack_rows(
+    ...     [[7, 8], [9]],
+    ...     torch.tensor([[1, 2], [3, 0]]),
+    ...     torch.tensor([[1, 1], [1, 0]]),
+    ...     torch.device("cpu"),
+    ... )
     >>> rows.layout.ids_NL.tolist()
     [[7, 8, 1, 2], [9, 3, 0, 0]]
     """

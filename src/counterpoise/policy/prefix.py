@@ -26,8 +26,10 @@ from counterpoise.policy.prompts import distinct, pad_prompts
 NAME = "counterpoise_prefix"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
-GRAIN = 8  # tokens; on CUDA products whose sides are no multiple of it take a kernel several times slower
-WORTH_FRAC = 0.9  # of the tokens of whole rows: above it the second attention costs more than the prompts saved
+# tokens; on CUDA products whose sides are no multiple of it take a kernel several times slower
+GRAIN = 8
+# of the tokens of whole rows: above it the second attention costs more than the prompts saved
+WORTH_FRAC = 0.9
 
 
 class Prefixes(NamedTuple):

@@ -89,7 +89,7 @@ def try_update(
 
 
 def head_delta(model: PreTrainedModel, texts: Texts, new_head: Head) -> Tensor:
-    """Change of the log-probs if the head alone took its new weight and the hidden states stayed."""
+    """Change of the log-probs if the head alone took its new weight."""
     state = head_state(model, texts)
     change = head_change(
         state,

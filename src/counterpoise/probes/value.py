@@ -27,7 +27,8 @@ from counterpoise.types import Rows
 
 ORIGINS = {"positive": 1, "negative": -1}
 CHANGES = {"boosted": 1, "suppressed": -1}
-APART = 10.0  # added to the distance of tokens that may not be paired: more than any distance of ranks, sqrt(2)
+# added to the distance of tokens that may not be paired: more than any distance, sqrt(2)
+APART = 10.0
 
 
 class Candidates(NamedTuple):

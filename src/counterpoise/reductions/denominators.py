@@ -96,7 +96,9 @@ def constant_length(
         max_length: offered by the caller from the batch.
         reduce: pools over ranks.
 
-    >>> constant_length(torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2), torch.ones(2), length=4).tolist()
+    >>> constant_length(
+    ...     torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2), torch.ones(2), length=4
+    ... ).tolist()
     [[0.125, 0.125], [0.125, 0.125]]
 
     Reference: Dr.GRPO, arXiv 2503.20783.

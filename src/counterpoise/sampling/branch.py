@@ -35,8 +35,22 @@ def branch(
         sampling: further arguments of ``sample`` (temperature, top_p, top_k, pad_id, max_rows).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> fresh = branch(LlamaForCausalLM(config), [1, 2], [[], [5, 6]], num=3, max_new_tokens=4, seed=0, stop_ids=[0])
+    >>> config = LlamaConfig(
+    ...     vocab_size=16,
+    ...     hidden_size=8,
+    ...     intermediate_size=16,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
+    >>> fresh = branch(
+    ...     LlamaForCausalLM(config),
+    ...     [1, 2],
+    ...     [[], [5, 6]],
+    ...     num=3,
+    ...     max_new_tokens=4,
+    ...     seed=0,
+    ...     stop_ids=[0],
+    ... )
     >>> fresh.prompt_index_N.tolist()
     [0, 0, 0, 1, 1, 1]
     """

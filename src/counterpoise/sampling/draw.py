@@ -50,7 +50,9 @@ def truncate(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor
         top_k: 0 keeps all.
         top_p: 1 keeps all.
 
-    >>> truncate(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), top_p=0.7).exp().mul(100).round().tolist()[0]
+    >>> truncate(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), top_p=0.7).exp().mul(
+    ...     100
+    ... ).round().tolist()[0]
     [50.0, 30.0, 0.0, 0.0]
     """
     num_tokens = logits_NV.shape[-1]
@@ -77,7 +79,9 @@ def draw(logits_NV: Tensor, uniform_N: Tensor) -> Draw:
             wider.
         uniform_N: float64 in [0, 1).
 
-    >>> draw(torch.tensor([[0.2, 0.5, 0.3]]).log(), torch.tensor([0.65], dtype=torch.float64)).token_N.tolist()
+    >>> draw(
+    ...     torch.tensor([[0.2, 0.5, 0.3]]).log(), torch.tensor([0.65], dtype=torch.float64)
+    ... ).token_N.tolist()
     [1]
     """
     logp_NV = torch.log_softmax(logits_NV, dim=-1)

@@ -131,8 +131,21 @@ def sample(
         topk: K of the candidates.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> rollouts = sample(LlamaForCausalLM(config), [[1, 2], [3]], group_size=2, max_new_tokens=3, stop_ids=[0], seed=0)
+    >>> config = LlamaConfig(
+    ...     vocab_size=16,
+    ...     hidden_size=8,
+    ...     intermediate_size=16,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
+    >>> rollouts = sample(
+    ...     LlamaForCausalLM(config),
+    ...     [[1, 2], [3]],
+    ...     group_size=2,
+    ...     max_new_tokens=3,
+    ...     stop_ids=[0],
+    ...     seed=0,
+    ... )
     >>> rollouts.prompt_index_N.tolist(), len(rollouts.stop_reason)
     ([0, 0, 1, 1], 4)
     """

@@ -43,7 +43,13 @@ def grade(
             the result.
 
     >>> from counterpoise.tasks.arithmetic import Arithmetic
-    >>> grade(Arithmetic(), [(Prompt("a", "What is 2 + 2?", "4"), "So the answer is 4."), (Prompt("a", "What is 2 + 2?", "4"), "4")])
+    >>> grade(
+    ...     Arithmetic(),
+    ...     [
+    ...         (Prompt("a", "What is 2 + 2?", "4"), "So the answer is 4."),
+    ...         (Prompt("a", "What is 2 + 2?", "4"), "4"),
+    ...     ],
+    ... )
     Grades(reward=[1.0, 0.0], num_failed=0, num_timed_out=0, messages=[])
     """
     num_workers = min(8, max(2, os.cpu_count() or 2)) if num_workers is None else num_workers

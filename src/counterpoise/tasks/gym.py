@@ -40,7 +40,10 @@ class Gym:
 
     >>> task = Gym("chain_sum")
     >>> prompt = next(task.prompts("train", seed=0))
-    >>> task.reward(prompt, f"So it is <answer>{prompt.answer}</answer>"), task.reward(prompt, "no idea")
+    >>> (
+    ...     task.reward(prompt, f"So it is <answer>{prompt.answer}</answer>"),
+    ...     task.reward(prompt, "no idea"),
+    ... )
     (1.0, 0.0)
     """
 

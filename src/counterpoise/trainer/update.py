@@ -156,7 +156,7 @@ def prepare_rows(
 def micro_batches(
     model: PreTrainedModel, rows: Rows, collected: RolloutBatch, token_budget: int
 ) -> list[Tensor]:
-    """Cuts of the update by the tokens of their forward, the longest first; indices into ``rows``."""
+    """Micro-batches by the tokens of their forward, the longest first; indices into ``rows``."""
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
     share = reads_prompts_once(backbone(model))
     cuts = row_buckets(prompt_ids, response_lengths(rows.mask_NT), token_budget, share=share)

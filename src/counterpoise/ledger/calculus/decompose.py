@@ -49,8 +49,15 @@ def change_along(
             one. Where changes are written out
             (``logprobs.along``) they always do.
 
-    >>> half = LogProbs(torch.ones(1, 2).bool(), [2], lambda p, r: p["w"][None], lambda p, r: (p["w"] ** 2)[None])
-    >>> change_along(half, {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([[1.0, 0.0], [0.5, 0.5]])}).tolist()
+    >>> half = LogProbs(
+    ...     torch.ones(1, 2).bool(),
+    ...     [2],
+    ...     lambda p, r: p["w"][None],
+    ...     lambda p, r: (p["w"] ** 2)[None],
+    ... )
+    >>> change_along(
+    ...     half, {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([[1.0, 0.0], [0.5, 0.5]])}
+    ... ).tolist()
     [[[2.0, 0.0]], [[1.0, 2.0]]]
     """
     num = len(next(iter(direction_C.values())))

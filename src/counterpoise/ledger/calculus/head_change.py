@@ -66,8 +66,15 @@ def head_change(
 
     >>> z = torch.tensor([[0.5, 0.5]]).log()
     >>> after = torch.tensor([[0.8, 0.2]]).log()
-    >>> out = head_change(HeadState(z, Head(torch.eye(2))), HeadState(after, Head(torch.eye(2))), torch.tensor([0]))
-    >>> round(out.kl_M.item(), 4), round((out.logp_after_M - out.logp_before_M).item(), 4)   # 0.8 log 1.6 + 0.2 log 0.4; log 1.6
+    >>> out = head_change(
+    ...     HeadState(z, Head(torch.eye(2))),
+    ...     HeadState(after, Head(torch.eye(2))),
+    ...     torch.tensor([0]),
+    ... )
+    >>> (
+    ...     round(out.kl_M.item(), 4),
+    ...     round((out.logp_after_M - out.logp_before_M).item(), 4),
+    ... )  # 0.8 log 1.6 + 0.2 log 0.4; log 1.6
     (0.1927, 0.47)
     """
     size = chunk or max(1, CHUNK_LOGITS // before.head.weight_VD.shape[0])

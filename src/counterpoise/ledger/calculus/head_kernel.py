@@ -52,7 +52,9 @@ def head_kernel(
         target_M: token ids.
         chunk: vocabulary entries whose probabilities are alive at once.
 
-    >>> out = head_kernel(torch.zeros(2, 1), torch.zeros(4, 1), torch.tensor([0, 0]))   # pi = 1/4: 1 - 1/4 - 1/4 + 4/16
+    >>> out = head_kernel(
+    ...     torch.zeros(2, 1), torch.zeros(4, 1), torch.tensor([0, 0])
+    ... )  # pi = 1/4: 1 - 1/4 - 1/4 + 4/16
     >>> out.phi_MM[0, 1].item(), out.gram_MM[0, 1].item()
     (0.75, 0.0)
     """

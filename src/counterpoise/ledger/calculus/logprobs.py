@@ -32,7 +32,8 @@ from counterpoise.policy.pack import (
 
 Params = dict[str, Tensor]
 Cut = Callable[[Sequence[int], int], list[list[int]]]
-LEAST_BUDGET = 4096  # tokens of a forward-mode pass, directions included: below it calls cost more than arithmetic
+# tokens of a forward-mode pass, directions included: below it calls cost more than arithmetic
+LEAST_BUDGET = 4096
 MATHS_PATHS = (
     "eager",
     "sdpa",
@@ -231,7 +232,12 @@ def forward_cost(config: Any, length: int) -> float:
     one layer at a time, about 24 D, and the maths path of attention some 6 rows of L scores a head.
 
     >>> from transformers import LlamaConfig
-    >>> round(forward_cost(LlamaConfig(hidden_size=576, num_hidden_layers=30, num_attention_heads=9), 180), 3)
+    >>> round(
+    ...     forward_cost(
+    ...         LlamaConfig(hidden_size=576, num_hidden_layers=30, num_attention_heads=9), 180
+    ...     ),
+    ...     3,
+    ... )
     0.085
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -26,9 +26,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Everything a training update reads and changes: parameters, buffers, gradients, the
     optimizer's state and settings, torch's RNG.
 
-    >>> layer = nn.Linear(1, 1); optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    >>> layer = nn.Linear(1, 1)
+    ... optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     >>> saved = snapshot(layer, optimizer)
-    >>> layer(torch.ones(1)).sum().backward(); optimizer.step()
+    >>> layer(torch.ones(1)).sum().backward()
+    ... optimizer.step()
     >>> restore(saved, layer, optimizer)
     >>> torch.equal(layer.weight, saved.tensors["weight"]), len(optimizer.state), layer.weight.grad
     (True, 0, None)

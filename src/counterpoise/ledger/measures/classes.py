@@ -97,7 +97,14 @@ def token_classes(axes: Sequence[str], facts: Facts) -> dict[str, Classes]:
     >>> import torch
     >>> nothing = torch.zeros(2, 1)
     >>> one = Sharing(*[nothing.bool()] * 5)
-    >>> facts = Facts(torch.ones(2, 1).bool(), torch.tensor([1.0, -1.0]), nothing, nothing.long(), ["other"], one)
+    >>> facts = Facts(
+    ...     torch.ones(2, 1).bool(),
+    ...     torch.tensor([1.0, -1.0]),
+    ...     nothing,
+    ...     nothing.long(),
+    ...     ["other"],
+    ...     one,
+    ... )
     >>> token_classes(["sign"], facts)["sign"]["negative"].tolist()
     [[False], [True]]
     """

@@ -15,9 +15,8 @@ from torch import Tensor
 
 MAX_SOLUTIONS = 4  # of one prompt: keeps the state small
 
-Entry = dict[
-    str, Any
-]  # JSON: prompt_id, prompt_ids, solutions (token ids), start (log-probs when first scored, or None)
+# JSON: prompt_id, prompt_ids, solutions (token ids), start (log-probs when first scored, or None)
+Entry = dict[str, Any]
 
 
 def fill_bank(
@@ -34,7 +33,9 @@ def fill_bank(
     Args:
         prompt_names, prompt_ids, solutions, is_verified: one a rollout.
 
-    >>> bank = fill_bank([], 1, ["a", "a", "a"], [[1], [1], [1]], [[5], [5], [6]], [True, True, True])
+    >>> bank = fill_bank(
+    ...     [], 1, ["a", "a", "a"], [[1], [1], [1]], [[5], [5], [6]], [True, True, True]
+    ... )
     >>> bank[0]["solutions"]
     [[5], [6]]
     """

@@ -19,8 +19,9 @@ def jitter(
         numbers: the newest value of each series.
 
     >>> state = None
-    >>> for value in (1.0, 2.0, 4.0, 7.0): found, state = jitter(state, {"reward": value})
-    >>> found                                                       # second differences 1 and 1
+    >>> for value in (1.0, 2.0, 4.0, 7.0):
+    ...     found, state = jitter(state, {"reward": value})
+    >>> found  # second differences 1 and 1
     {'reward': 1.0}
     """
     state, found, out = state or {}, {}, {}

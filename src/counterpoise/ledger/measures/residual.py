@@ -21,7 +21,9 @@ from counterpoise.types import Rows, TokenLoss
 def residual(value_NT: Tensor, nodes: PrefixNodes) -> Tensor:
     """|sum| / sum of absolute values over each node, [M]; 0 where nothing enters.
 
-    >>> nodes = prefix_nodes(torch.tensor([[5], [5]]), torch.ones(2, 1).bool(), torch.tensor([0, 0]))
+    >>> nodes = prefix_nodes(
+    ...     torch.tensor([[5], [5]]), torch.ones(2, 1).bool(), torch.tensor([0, 0])
+    ... )
     >>> residual(torch.tensor([[3.0], [-1.0]]), nodes).tolist()
     [0.5]
     """

@@ -44,7 +44,9 @@ def sharing(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor, advantage_N:
     """Multiplicities of every token's trie node.
 
     >>> ids_NT = torch.tensor([[5, 6], [5, 7]])
-    >>> out = sharing(ids_NT, torch.ones(2, 2).bool(), torch.tensor([0, 0]), torch.tensor([1.0, -1.0]))
+    >>> out = sharing(
+    ...     ids_NT, torch.ones(2, 2).bool(), torch.tensor([0, 0]), torch.tensor([1.0, -1.0])
+    ... )
     >>> out.positive_NT.tolist(), out.is_full_NT.tolist(), out.is_fork_NT.tolist()
     ([[1, 1], [1, 0]], [[True, False], [True, False]], [[False, True], [False, True]])
     """

@@ -82,7 +82,7 @@ TYPES = {"p": ctypes.c_void_p, "f": ctypes.c_float, "n": ctypes.c_int64}
 
 
 class Panels(NamedTuple):
-    """A model as the C source reads it, the tensors it points to, and the threads that work on it."""
+    """A model as the C source reads it, the tensors it points to, and the threads."""
 
     struct: Any
     kept: tuple[Any, ...]
