@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from counterpoise.ledger import LogProbs
-from counterpoise.probes.causal import BUCKETS, candidates, causal_rows, full_update, tau
 from counterpoise.probes.output import mean_difference, means, number_dict, ratios
+from counterpoise.probes.peer_masking import BUCKETS, candidates, causal_rows, full_update, tau
 from counterpoise.types import Rows
 
 

@@ -15,7 +15,6 @@ import torch
 from counterpoise.ledger import of_model
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes import PROBES, exchangeability, open_scene, pool, run_probe, try_update
-from counterpoise.probes.causal import full_update, tau
 from counterpoise.probes.counterfactual import (
     category_shares,
     enters,
@@ -24,6 +23,7 @@ from counterpoise.probes.counterfactual import (
 )
 from counterpoise.probes.drift import solution_bank
 from counterpoise.probes.output import STRIDE
+from counterpoise.probes.peer_masking import full_update, tau
 from counterpoise.probes.tax import kinds
 from counterpoise.probes.value import Candidates, match, prefix_values
 from counterpoise.types import Rows

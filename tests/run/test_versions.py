@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from counterpoise.cli import main
-from counterpoise.probes.plans import audit_plans
+from counterpoise.probes.audit import audit_plans
 from counterpoise.run import write
 from counterpoise.run.read import batch_files, open_run, read_jsonl
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, SCHEMA_VERSION, TOKEN_COLUMNS

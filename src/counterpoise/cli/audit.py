@@ -33,7 +33,7 @@ def audit(
 
     Example: `counterpoise audit runs/demo --batch 20`
     """
-    from counterpoise.probes.plans import audit_plans
+    from counterpoise.probes.audit import audit_plans
 
     if not source.exists():
         raise ValueError(f"audit: no file or folder {str(source)!r}.")
@@ -46,7 +46,7 @@ def audit(
 
 
 def _print_result(result: dict[str, Any]) -> None:
-    from counterpoise.probes.plans import averages
+    from counterpoise.probes.audit import averages
 
     num = max(len(audits) for audits in result["plans"].values())
     print(f"{num} batches, {result['num_updates']} updates each")

@@ -242,19 +242,22 @@ def _change(
         start, head_state(model, texts), target_M, temperature=texts.temperature, response=updates
     )
 
-    def place_tokens(column: Tensor) -> Tensor:
-        return column.new_zeros(texts.mask_NT.shape).masked_scatter(texts.mask_NT, column)
-
     kl_NT, own_NT = (
-        None if column is None else place_tokens(column) for column in (change.kl_M, change.own_M)
+        None if column is None else place_tokens(column, texts.mask_NT)
+        for column in (change.kl_M, change.own_M)
     )
     return HeadChange(
-        place_tokens(change.logp_before_M),
-        place_tokens(change.logp_after_M),
-        place_tokens(change.entropy_M),
+        place_tokens(change.logp_before_M, texts.mask_NT),
+        place_tokens(change.logp_after_M, texts.mask_NT),
+        place_tokens(change.entropy_M, texts.mask_NT),
         kl_NT,
         own_NT,
     )
+
+
+def place_tokens(value_M: Tensor, mask_NT: Tensor) -> Tensor:
+    """Values of tokens laid end to end, back on [N, T]; 0 on padding."""
+    return value_M.new_zeros(mask_NT.shape).masked_scatter(mask_NT, value_M)
 
 
 def _logp_change(model: PreTrainedModel, before: Params, texts: Texts) -> HeadChange:

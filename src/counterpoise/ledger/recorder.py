@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from counterpoise.ledger.book import Book, Settings, within_memory
-from counterpoise.ledger.measures.drift import drift, fill_bank
+from counterpoise.ledger.measures.drift import drift, fill_bank, score_solutions
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
-from counterpoise.policy import Policy, measure
+from counterpoise.policy import Policy
 from counterpoise.run.write import write_tokens
 from counterpoise.types import Credit, RolloutBatch, Rows, TokenLoss
 
@@ -170,20 +170,14 @@ class Observer:
         return {f"drift/{name}": value for name, value in numbers.items()}
 
     def _score(self, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
-        device = self.collected.batch.mask_NT.device
-        width = max(len(ids) for ids in solutions)
-        ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
-        mask_NT = torch.tensor(
-            [[t < len(ids) for t in range(width)] for ids in solutions], device=device
+        book = self.recording.book
+        return score_solutions(
+            self.policy.model,
+            prompt_ids,
+            solutions,
+            temperature=book.temperature,
+            token_budget=book.token_budget,
         )
-        settings = {
-            "temperature": self.recording.book.temperature,
-            "token_budget": self.recording.book.token_budget,
-        }
-        columns = measure(
-            self.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings
-        )
-        return columns["trainer_logp_NT"].sum(1)
 
     def _texts(self, ids: list[int]) -> list[str]:
         return self.policy.tokenizer.batch_decode(

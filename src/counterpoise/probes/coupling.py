@@ -15,7 +15,6 @@ from counterpoise.ledger import coupling_table, of_model
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_kernel import head_kernel
 from counterpoise.policy.precision import autocast
-from counterpoise.probes.causal import BUCKETS, causal_rows, full_update
 from counterpoise.probes.output import (
     Drawing,
     Frame,
@@ -25,6 +24,7 @@ from counterpoise.probes.output import (
     number_dict,
     ratios,
 )
+from counterpoise.probes.peer_masking import BUCKETS, causal_rows, full_update
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import try_update
 

@@ -9,13 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from counterpoise.ledger import fill_bank, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.ledger.measures.drift import drift
-from counterpoise.policy import measure
+from counterpoise.ledger.measures.drift import drift, score_solutions
 from counterpoise.probes.output import Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
@@ -58,8 +54,12 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
             checkpoint.load_weights(path, model)
             sizes = [len(entry["solutions"]) for entry in bank]
             prompts = [entry["prompt_ids"] for entry in bank for _ in entry["solutions"]]
-            logp = score(
-                scene, prompts, [ids for entry in bank for ids in entry["solutions"]]
+            logp = score_solutions(
+                model,
+                prompts,
+                [ids for entry in bank for ids in entry["solutions"]],
+                temperature=scene.config.rollouts.temperature,
+                token_budget=scene.config.token_budget,
             ).split(sizes)
             for k, entry in enumerate(bank):
                 found, (bank[k],) = drift(
@@ -99,24 +99,6 @@ def extend_bank(bank: list[Entry], size: int, path: Path, success: float) -> lis
     names = [found.prompts[g].id for g in batch.group_N.tolist()]
     is_solved = (batch.reward_N >= success).tolist()
     return fill_bank(bank, size, names, found.prompt_ids, ids, is_solved)
-
-
-def score(scene: Scene, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
-    """Log-prob of each solution as a sequence, in the parameters' own precision: sums of many
-    tokens do not bear bfloat16 products.
-    """
-    width, device = max(map(len, solutions)), scene.policy.model.device
-    ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions], device=device)
-    mask_NT = torch.tensor(
-        [[t < len(ids) for t in range(width)] for ids in solutions], device=device
-    )
-    settings = {
-        "temperature": scene.config.rollouts.temperature,
-        "token_budget": scene.config.token_budget,
-    }
-    return measure(
-        scene.policy.model, prompt_ids, ids_NT, mask_NT, {"trainer_logp_NT"}, **settings
-    )["trainer_logp_NT"].sum(1)
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:

@@ -163,8 +163,3 @@ def with_prompts(
     return collected._replace(
         prompts=[by_id.get(prompt.id, prompt) for prompt in collected.prompts]
     )
-
-
-def place_tokens(values_M: Tensor, mask_NT: Tensor, fill: Any = 0) -> Tensor:
-    """Token values laid end to end, back in their places."""
-    return values_M.new_full(mask_NT.shape, fill).masked_scatter(mask_NT, values_M)

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.ledger import Texts, copy_params, restore, trainable
-from counterpoise.ledger.account import Scores, head_state, score_update
+from counterpoise.ledger.account import Scores, head_state, place_tokens, score_update
 from counterpoise.ledger.calculus.head_change import head_change
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone
-from counterpoise.probes.scene import Scene, place_tokens
+from counterpoise.probes.scene import Scene
 from counterpoise.trainer.update import Update, apply_update
 from counterpoise.types import Rows
 

@@ -86,6 +86,19 @@ def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) 
     return paired_bootstrap([reward_a_PK.mean(1)], [reward_b_PK.mean(1)], seed).difference
 
 
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Keys ``eval/...`` of ``metrics.jsonl`` and ``evals.jsonl``."""
+    mean, low, high = evaluation.accuracy
+    passed = {f"eval/pass@{k}": value for k, value in evaluation.pass_at.items() if k > 1}
+    return {
+        "eval/accuracy": mean,
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/length": evaluation.mean_length,
+        **passed,
+    }
+
+
 def pass_at_k(is_correct_PK: np.ndarray, k: int) -> float:
     """Mean over prompts of 1 - C(n - c, k)/C(n, k), unbiased (arXiv 2107.03374, Eq. 1).
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +28,9 @@ from counterpoise.run.read import checkpoints, read_jsonl
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config
-from counterpoise.trainer.evaluate import Evaluation, evaluate
+from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.metrics import batch_metrics
-from counterpoise.trainer.progress import Progress
+from counterpoise.trainer.progress import Clock, Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import (
     Update,
@@ -288,18 +287,6 @@ def evaluate_policy(
     return numbers
 
 
-def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    mean, low, high = evaluation.accuracy
-    passed = {f"eval/pass@{k}": value for k, value in evaluation.pass_at.items() if k > 1}
-    return {
-        "eval/accuracy": mean,
-        "eval/accuracy_low": low,
-        "eval/accuracy_high": high,
-        "eval/length": evaluation.mean_length,
-        **passed,
-    }
-
-
 def write_batch(
     run_dir: Path,
     config: Config,
@@ -334,18 +321,6 @@ def save(
         keep, keep_every = config.keep_checkpoints, config.keep_every
         with quiet():
             checkpoint.save(run_dir, policy, optimizer, state, keep=keep, keep_every=keep_every)
-
-
-class Clock:
-    """Seconds between marks."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""A live line while training: reward, held-out accuracy, entropy, tokens a second, time left."""
+"""A live line while training: reward, held-out accuracy, entropy, tokens per second, time left."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from rich.progress import Progress as Bar
 
 from counterpoise.trainer.config import Config
 
-LINES = 12  # without a terminal, about so many lines a run
+LINES = 12  # without a terminal, about so many lines per run
 
 
 class Progress:
@@ -64,3 +65,15 @@ class Progress:
                 f"batch {batch_number + 1}: {numbers}, {sum(seconds.values()):.1f} s a batch",
                 highlight=False,
             )
+
+
+class Clock:
+    """Seconds between marks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now

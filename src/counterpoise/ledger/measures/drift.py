@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from counterpoise.policy import measure
 
 MAX_SOLUTIONS = 4  # of one prompt: keeps the state small
 
@@ -84,6 +87,25 @@ def drift(
         "entropy": sum(entropies) / num,
         "entropy_change": (sum(entropies) - sum(at_start)) / num,
     }, bank
+
+
+def score_solutions(
+    model: PreTrainedModel,
+    prompt_ids: list[list[int]],
+    solutions: list[list[int]],
+    *,
+    temperature: float,
+    token_budget: int,
+) -> Tensor:
+    """Log-prob of each solution as a sequence, in the parameters' own precision: sums of many
+    tokens do not bear bfloat16 products.
+    """
+    width = max(map(len, solutions))
+    ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in solutions])
+    mask_NT = torch.tensor([[t < len(ids) for t in range(width)] for ids in solutions])
+    rollouts = (prompt_ids, ids_NT.to(model.device), mask_NT.to(model.device))
+    settings = {"temperature": temperature, "token_budget": token_budget}
+    return measure(model, *rollouts, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
 
 
 def _entropy(scores: list[float]) -> float:

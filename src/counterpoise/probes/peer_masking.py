@@ -1,7 +1,7 @@
 """The causal masking probe: what a token's change owes to three peers, by leaving their gradient
 out of the update.
 
-``tau = delta_full - delta_masked``. The gradient of a update is a sum over tokens, so the masked
+``tau = delta_full - delta_masked``. The gradient of an update is a sum over tokens, so the masked
 one is the full one minus that of the peers: one small backward, one update, one row to score.
 The clip factor is that of the full update, so that nothing but the peers' gradient is missing.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoise.cli.audit import audit as command
-from counterpoise.probes.plans import audit_plans, averages
+from counterpoise.probes.audit import audit_plans, averages
 from counterpoise.run.files import batch_file, write_json, write_table, write_text
 
 
