@@ -17,10 +17,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from counterpoise.errors import nearest
+
+if TYPE_CHECKING:
+    from counterpoise.types import RolloutBatch
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
@@ -58,7 +61,7 @@ class Stage:
         init: ``init(*, params) -> state`` (JSON) of a stage with memory; its ``fn`` then takes the
             state first and returns (result, state), or a ``Control``.
         collect: ``collect(rollouts, sampler, *, params) -> rollouts``, samples more before credit
-            is assigned; ``sampler`` is a ``counterpoise.types.Sampler``.
+            is assigned; ``sampler`` is a ``Sampler``.
         facts: see ``FACTS``; ask with ``has``.
     """
 
@@ -255,3 +258,36 @@ def _restore(module: str, name: str, params: dict[str, Any]) -> Stage:
     stage = _at_home(module, name)
     assert isinstance(stage, Stage)
     return dataclasses.replace(stage, params=params)
+
+
+class Sampler(Protocol):
+    """What a trainer offers to the ``collect`` hook of a stage."""
+
+    @property
+    def success(self) -> float:
+        """A reward of at least this much is a success."""
+        ...
+
+    def more(self) -> RolloutBatch:
+        """The next prompts of the stream, sampled and graded as the batch was."""
+        ...
+
+    def answer(
+        self,
+        rollouts: RolloutBatch,
+        rows: Sequence[int],
+        prompts: Sequence[str],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        """Answers to other prompts, graded as answers to the prompts of some rollouts.
+
+        Prompt k stands in for the prompt of rollout ``rows[k]``, whose group its ``samples``
+        answers join; ``extra["source_N"]`` of the result is k. ``purpose`` seeds the draws.
+        """
+        ...
+
+    def score(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """The same rollouts with sampler log-probs and entropies under their plain prompts."""
+        ...

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,39 +227,6 @@ class RolloutBatch(NamedTuple):
         shifted_N = more.batch.group_N + len(self.prompts)
         both = self.extend(more._replace(batch=more.batch.replace(group_N=shifted_N)))
         return both._replace(prompts=self.prompts + more.prompts)
-
-
-class Sampler(Protocol):
-    """What a trainer offers to the ``collect`` hook of a stage."""
-
-    @property
-    def success(self) -> float:
-        """A reward of at least this much is a success."""
-        ...
-
-    def more(self) -> RolloutBatch:
-        """The next prompts of the stream, sampled and graded as the batch was."""
-        ...
-
-    def answer(
-        self,
-        rollouts: RolloutBatch,
-        rows: Sequence[int],
-        prompts: Sequence[str],
-        *,
-        samples: int,
-        purpose: str,
-    ) -> RolloutBatch:
-        """Answers to other prompts, graded as answers to the prompts of some rollouts.
-
-        Prompt k stands in for the prompt of rollout ``rows[k]``, whose group its ``samples``
-        answers join; ``extra["source_N"]`` of the result is k. ``purpose`` seeds the draws.
-        """
-        ...
-
-    def score(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """The same rollouts with sampler log-probs and entropies under their plain prompts."""
-        ...
 
 
 class Credit(NamedTuple):

@@ -276,12 +276,7 @@ def test_the_table_binds_builds_and_pickles():
         [[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2
     )
     credit_NT = spread([1.0, -1.0], batch)
-    for name in set(rules.RULES) - {
-        "delta",
-        "keep_mass",
-        "only_positive",
-        "only_negative",
-    }:
+    for name in set(rules.RULES) - {"delta", "keep_mass", "only_positive", "only_negative"}:
         rule = build("credit rule", rules.RULES, {"name": name})
         assert torch.equal(
             run(pickle.loads(pickle.dumps(rule)), credit_NT, batch),

@@ -247,11 +247,7 @@ def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, 
     assert "An imported dump has no ledger" in render(found) and "in the recipe" not in render(
         found
     )
-    assert [card.chart.name for card in found.cards["credit"]] == [
-        "weight",
-        "credit",
-        "categories",
-    ]
+    assert [card.chart.name for card in found.cards["credit"]] == ["weight", "credit", "categories"]
     assert [card.chart.name for card in found.cards["learning"]] == ["reward", "entropy", "length"]
 
 

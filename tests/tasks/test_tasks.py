@@ -18,13 +18,7 @@ from counterpoise.tasks.gym import Gym
 from counterpoise.tasks.jsonl import Jsonl, equal_answers
 from counterpoise.tasks.workers import POOL
 from counterpoise.types import Prompt
-from helpers.tabular import (
-    Tabular,
-    TabularPolicy,
-    all_strings,
-    expected_reward,
-    reward_table,
-)
+from helpers.tabular import Tabular, TabularPolicy, all_strings, expected_reward, reward_table
 
 ROWS = [
     {"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}

@@ -265,8 +265,7 @@ def test_rollouts_without_a_column_say_which(scene, tmp_path):
     credit = cp.method("grpo").assign(collected.batch)
     write_table(tmp_path / "r.parquet", rollout_columns(0, collected, credit))
     pq.write_table(
-        pq.read_table(tmp_path / "r.parquet").drop_columns("sampler_logp"),
-        tmp_path / "r.parquet",
+        pq.read_table(tmp_path / "r.parquet").drop_columns("sampler_logp"), tmp_path / "r.parquet"
     )
     with pytest.raises(
         ValueError,

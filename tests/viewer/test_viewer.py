@@ -274,11 +274,7 @@ def test_missing_columns_and_a_schema_from_the_future_are_told_and_the_rest_is_s
     client = TestClient(app(copy, PORT), base_url=f"http://127.0.0.1:{PORT}")
     found = client.get("/api/batches/0").json()
     assert any("schema version 99" in problem for problem in found["problems"])
-    assert {column["name"] for column in found["columns"]} == {
-        "position",
-        "token_id",
-        "credit",
-    }
+    assert {column["name"] for column in found["columns"]} == {"position", "token_id", "credit"}
     got = np.frombuffer(client.get("/api/batches/0/prompts/0/columns/credit").content, "<f8")
     whole = table.to_pandas().sort_values(["group", "rollout", "position"])
     np.testing.assert_array_equal(got, whole["credit"][whole["group"] == 0])

@@ -116,6 +116,14 @@ class Method:
         every = [part for stage in self.stages for part in (*stage.nested, stage)]
         return [stage for stage in reversed(every) if stage.has("samples_more")]
 
+    def check_sampling(self, host: str) -> None:
+        """A host that samples by itself cannot run a stage that samples more."""
+        for stage in self.collectors:
+            raise ValueError(
+                f"{stage.name} samples more rollouts before credit is assigned, and {host} samples"
+                " by itself. Take the stage without it, or train with counterpoise train."
+            )
+
     def check_group_size(self, size: int, where: str) -> None:
         """One rollout per prompt with a stage that compares them: say so before a model loads.
 

@@ -21,8 +21,7 @@ def audit(
         int | None, typer.Option(min=0, help="One batch of the run; all by default.")
     ] = None,
     num_updates: Annotated[
-        int | None,
-        typer.Option("--updates", min=1, help="Updates per batch; the run's own, or 4."),
+        int | None, typer.Option("--updates", min=1, help="Updates per batch; the run's own, or 4.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of plans that draw at random.")] = 0,
     json_: Json = False,

@@ -9,9 +9,6 @@ from counterpoise.controllers.entropy import entropy_target
 from counterpoise.controllers.fade import fade
 from counterpoise.stage import Stage
 
-CONTROLLERS: dict[str, Stage] = {
-    "fade": fade,
-    "entropy_target": entropy_target,
-}
+CONTROLLERS: dict[str, Stage] = {"fade": fade, "entropy_target": entropy_target}
 
 __all__ = ["CONTROLLERS", "entropy_target", "fade"]

@@ -15,11 +15,7 @@ from counterpoise.ledger.calculus.head_change import (
     HeadState,
     head_change,
 )
-from counterpoise.ledger.calculus.head_kernel import (
-    HeadKernel,
-    coupling_table,
-    head_kernel,
-)
+from counterpoise.ledger.calculus.head_kernel import HeadKernel, coupling_table, head_kernel
 from counterpoise.ledger.calculus.logprobs import (
     LogProbs,
     Params,

@@ -27,10 +27,7 @@ Bound = float | Tensor
 
 
 def token_loss(
-    fn: Callable[..., Parts] | None = None,
-    *,
-    prepare: Function | None = None,
-    needs: Columns = (),
+    fn: Callable[..., Parts] | None = None, *, prepare: Function | None = None, needs: Columns = ()
 ) -> Any:
     """Turn ``fn`` into a loss: padding is zeroed before and after, and ``coef_NT`` is taken by
     differentiating ``fn`` itself.

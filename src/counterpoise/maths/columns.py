@@ -26,10 +26,7 @@ def is_flip(change: Column, advantage: Column) -> Column:
 
 def by_sign(advantage: Column) -> dict[str, Column]:
     """Tokens of rollouts with positive and with negative advantage."""
-    return {
-        "positive": advantage > 0,
-        "negative": advantage < 0,
-    }  # pyright: ignore[reportReturnType]
+    return {"positive": advantage > 0, "negative": advantage < 0}  # pyright: ignore[reportReturnType]
 
 
 def by_context(is_full: Column, is_both: Column, is_fork: Column) -> dict[str, Column]:

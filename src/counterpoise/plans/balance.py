@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
-from counterpoise.stage import declare
-from counterpoise.types import RolloutBatch, Sampler
+from counterpoise.stage import Sampler, declare
+from counterpoise.types import RolloutBatch
 
 MODES = ("groups", "per_query", "buffer")
 

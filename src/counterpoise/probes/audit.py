@@ -54,10 +54,7 @@ def audit_plans(
         plan = run.plan(number) if run else None
         for label, rows in plans_of(plan, number, batch, num_updates, seed, problems).items():
             audits.setdefault(label, []).append(
-                {
-                    "batch": number if run else None,
-                    **audit(rows, batch, advantage_N).as_dict(),
-                }
+                {"batch": number if run else None, **audit(rows, batch, advantage_N).as_dict()}
             )
     return {
         "source": str(source),

@@ -143,8 +143,7 @@ def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
 def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy) -> RolloutBatch:
     """The batch of a batch on the policy's device."""
     collected = read_rollouts(
-        batch_files(run_dir, "rollouts")[batch_number],
-        max_length=config.rollouts.max_new_tokens,
+        batch_files(run_dir, "rollouts")[batch_number], max_length=config.rollouts.max_new_tokens
     )
     device = policy.model.device
     names = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT", "entropy_NT")

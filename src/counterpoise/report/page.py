@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "learning": ("Learning", "What the policy earned, by batch."),
-    "plan": (
-        "Plan",
-        "Which rollouts share an update. Only tokens of one update can cancel in it.",
-    ),
+    "plan": ("Plan", "Which rollouts share an update. Only tokens of one update can cancel in it."),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
 }

@@ -105,11 +105,11 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
     column = colour_column(tokens)
     mixed = (
         rollouts.groupby("group")["reward"]
-        .agg(lambda r: min((r > 0.5).mean(), (r <= 0.5).mean()))
+        .agg(lambda r: min((r >= run.success).mean(), (r < run.success).mean()))
         .sort_values(ascending=False, kind="stable")
     )
     return [
-        _prompt(at, rollouts[rollouts["group"] == group], tokens, column)
+        _prompt(run, at, rollouts[rollouts["group"] == group], tokens, column)
         for group in mixed.index[:num]
     ]
 
@@ -167,15 +167,8 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
             if table is not None and {"group", "reward"} <= set(table.column_names)
             else None
         )
-        rows = [_plan_row(k, part, rollouts) for k, part in enumerate(plan["rows"])]
-        head = [
-            "update",
-            "rollouts",
-            "prompts",
-            "tokens",
-            "positive share",
-            "sum of advantage",
-        ]
+        rows = [_plan_row(k, part, rollouts, run.success) for k, part in enumerate(plan["rows"])]
+        head = ["update", "rollouts", "prompts", "tokens", "positive share", "sum of advantage"]
         return batch, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
     return None
 
@@ -189,7 +182,9 @@ def _batch(run: RunFolder, batch: int | None) -> int | None:
     return both[-1] if both else None
 
 
-def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> SamplePrompt:
+def _prompt(
+    run: RunFolder, batch: int, rows: Frame, tokens: Frame | None, column: str
+) -> SamplePrompt:
     best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
     first = rows.iloc[0]
     return SamplePrompt(
@@ -199,7 +194,7 @@ def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> Sampl
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
-        solved=f"{int((rows['reward'] > 0.5).sum())} of {len(rows)}",
+        solved=f"{int((rows['reward'] >= run.success).sum())} of {len(rows)}",
         samples=[
             _sample(rows.loc[at].to_dict(), tokens, column) for at in dict.fromkeys([best, worst])
         ],
@@ -240,7 +235,7 @@ def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
     )
 
 
-def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
+def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) -> list[str]:
     if rollouts is None or max(part, default=-1) >= len(rollouts):
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
@@ -255,7 +250,7 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
         str(len(part)),
         str(rows["group"].nunique()),
         tokens,
-        number(float((rows["reward"] > 0.5).mean())),
+        number(float((rows["reward"] >= success).mean())),
         advantage,
     ]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from counterpoise.run.files import batch_of
-from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION
+from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION, SUCCESS
 from counterpoise.text import visible
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def success(self) -> float:
+        """A reward of at least this much is a success (``task.success`` of the recipe)."""
+        task = self.config.get("task")
+        value = task.get("success") if isinstance(task, dict) else None
+        return float(value) if isinstance(value, (int, float)) else SUCCESS
 
     @functools.cached_property
     def metrics(self) -> pd.DataFrame:

@@ -76,8 +76,7 @@ def create_run(run_dir: Path, config: Mapping[str, Any] | None, facts: Mapping[s
         head = f"# counterpoise run folder, schema version {SCHEMA_VERSION}\n"
         write_text(run_dir / "config.yaml", head + yaml.safe_dump(dict(config), sort_keys=False))
     write_json(
-        run_dir / "manifest.json",
-        {"schema_version": SCHEMA_VERSION, **process_facts(), **facts},
+        run_dir / "manifest.json", {"schema_version": SCHEMA_VERSION, **process_facts(), **facts}
     )
 
 

@@ -105,3 +105,10 @@ def argmax(logits_NV: Tensor) -> Draw:
     logp_NV = torch.log_softmax(logits_NV, dim=-1)
     logp_N, token_N = logp_NV.max(-1)
     return Draw(token_N, logp_N, torch.special.entr(logp_NV.exp()).sum(-1))
+
+
+def candidates(logits_BV: Tensor, temperature: float, num: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the ``num`` likeliest tokens, largest first, before any truncation."""
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
+    best_BK, ids_BK = logits_BV.topk(num, dim=-1)
+    return ids_BK, best_BK - logits_BV.logsumexp(-1, keepdim=True)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,69 +25,21 @@ from transformers import PreTrainedModel
 
 from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.prompts import distinct, pad_prompts
-from counterpoise.sampling.decoder import (
-    decode,
-    fuse_weights,
-    prefill,
-    refresh,
-    rotary,
-    shape_of,
-)
-from counterpoise.sampling.draw import Draw, argmax, draw, truncate
+from counterpoise.sampling.decoder import decode, fuse_weights, prefill, refresh, rotary, shape_of
+from counterpoise.sampling.draw import Draw, argmax, candidates, draw, truncate
 from counterpoise.sampling.kernels import cpu as kernels_cpu
+from counterpoise.sampling.slots import Columns, Settings, Slots
 
 log = logging.getLogger("counterpoise.sampling")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
 SYNC_STEPS = 16  # decode steps on an accelerator, or in C, between two looks at who has stopped
 BUCKET = 64  # attention reads the cache up to a multiple of this
 PREFILL_TOKENS = 32768  # prompt tokens of one prefill pass
-
-
-class Settings(NamedTuple):
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_ids: tuple[int, ...]
-    is_greedy: bool
-    has_hidden: bool = False
-    topk: int = 0
-
-
-class Columns(NamedTuple):
-    """What the engine fills, one row more than there are rollouts: slots without a rollout write
-    into the last one.
-
-    Hidden states and candidates come from the pass that draws the token; their columns have no
-    tokens where nobody asked for them."""
-
-    token_ids_NT: Tensor
-    sampler_logp_NT: Tensor
-    entropy_NT: Tensor
-    length_N: Tensor
-    uniform_NT: Tensor
-    hidden_NTD: Tensor
-    topk_ids_NTK: Tensor
-    topk_logp_NTK: Tensor
-
-
-class Slots(NamedTuple):
-    """Fixed tensors that a captured step reads and writes in place."""
-
-    token_B: Tensor
-    position_B: Tensor
-    age_B: Tensor
-    row_B: Tensor
-    alive_B: Tensor
-
-
 _ENGINES: WeakKeyDictionary[Any, Engine | None] = WeakKeyDictionary()
 
 
 def engine_for(model: PreTrainedModel) -> Engine | None:
-    """The engine of a model, made once; None, with one warning, where the architecture is not
-    known.
-    """
+    """The engine of a model, made once; None, with a warning, for an unknown architecture."""
     if model not in _ENGINES:
         reason = why_not_llama_like(model)
         if reason:
@@ -128,11 +80,8 @@ class Engine:
         The columns are the engine's own: copy what you keep.
         """
         device = model.device
-        dtype = (
-            torch.get_autocast_dtype(device.type)
-            if torch.is_autocast_enabled(device.type)
-            else model.dtype
-        )
+        is_autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else model.dtype
         with torch.autocast(device.type, enabled=False):
             self._load(model, dtype)
             self._reserve(
@@ -159,9 +108,7 @@ class Engine:
             refresh(self.weights, model)
 
     def _choose_kernels(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Triton's kernels on an NVIDIA or AMD device, those in C on a CPU, where they can be had
-        and know the dtypes; else torch.
-        """
+        """Triton's kernels on a GPU, those in C on a CPU, where they know the dtypes; else torch."""
         self.decode, self.candidates, self.kernels, self.panels = decode, candidates, None, None
         if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             from counterpoise.sampling.kernels import triton_decoder as decoder_triton
@@ -450,10 +397,3 @@ class Engine:
             truncate(logits_BV, top_k=settings.top_k, top_p=settings.top_p),
             uniform_NT[row_B, age_B],
         )
-
-
-def candidates(logits_BV: Tensor, temperature: float, num: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the ``num`` likeliest tokens, largest first, before any truncation."""
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
-    best_BK, ids_BK = logits_BV.topk(num, dim=-1)
-    return ids_BK, best_BK - logits_BV.logsumexp(-1, keepdim=True)

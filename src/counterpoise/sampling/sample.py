@@ -21,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from counterpoise.policy.backbone import Backbone, backbone, evaluating, last_logits
 from counterpoise.sampling.cache import compaction, spread
+from counterpoise.sampling.checks import check_cache, check_prompts, check_settings
 from counterpoise.sampling.draw import Draw, argmax, draw, truncate, uniforms
-from counterpoise.sampling.engine import Settings as engine_settings
 from counterpoise.sampling.engine import engine_for
+from counterpoise.sampling.slots import Settings as engine_settings
 
 COMPACT_FRAC = (
     0.9  # stopped rows leave the running batch once no more than this share of it is alive
@@ -150,13 +151,13 @@ def sample(
     ([0, 0, 1, 1], 4)
     """
     greedy = temperature == 0
-    _check_settings(
+    check_settings(
         {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows},
         temperature,
         top_p,
         top_k,
     )
-    _check_prompts(model, prompt_ids, max_new_tokens)
+    check_prompts(model, prompt_ids, max_new_tokens)
     prompt_index = [p for p in range(len(prompt_ids)) for _ in range(group_size)]
     stop_S = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=model.device)
     settings = _Settings(
@@ -219,7 +220,7 @@ def _waves(
 ) -> None:
     """The generic path, for any causal LM with a cache."""
     parts = backbone(model)
-    _check_cache(parts.decoder)
+    check_cache(parts.decoder, _arguments(type(parts.decoder)))
     # waves of similar prompt length need little padding; a row's own stream makes the order
     # immaterial
     order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
@@ -382,44 +383,3 @@ def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: T
         entropy_NT=columns.entropy_NT[:, :width] * mask_NT,
         stop_reason=tuple("stop" if is_stop else "length" for is_stop in is_stop_N.tolist()),
     )
-
-
-def _check_prompts(
-    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int
-) -> None:
-    if len(prompt_ids) == 0:
-        raise ValueError("sample: no prompts, expected at least one list of token ids.")
-    lengths = [len(prompt) for prompt in prompt_ids]
-    if min(lengths) == 0:
-        raise ValueError(
-            f"sample: prompt {lengths.index(0)} has no tokens, expected at least one; prepend the"
-            " model's bos token."
-        )
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max(lengths) + max_new_tokens > limit:
-        raise ValueError(
-            f"sample: prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, with"
-            f" max_new_tokens={max_new_tokens} that is more than the model's {limit} positions."
-            " Lower max_new_tokens or drop the prompt."
-        )
-
-
-def _check_cache(decoder: PreTrainedModel) -> None:
-    # such a model would take the cache as one more keyword and forget all but the last token
-    if "past_key_values" not in _arguments(type(decoder)):
-        raise ValueError(
-            f"sample: {type(decoder).__name__} takes no key-value cache (past_key_values); choose a"
-            " model with attention."
-        )
-
-
-def _check_settings(counts: dict[str, int], temperature: float, top_p: float, top_k: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"sample: {name}={value}, expected at least 1.")
-    if temperature < 0:
-        raise ValueError(f"sample: temperature={temperature}, expected 0 (greedy) or more.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"sample: top_p={top_p}, expected a number in (0, 1]; 1 keeps all.")
-    if top_k < 0:
-        raise ValueError(f"sample: top_k={top_k}, expected 0 (keep all) or more.")

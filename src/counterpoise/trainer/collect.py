@@ -88,7 +88,7 @@ def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
 
 class RolloutSampler:
     """Everything that is sampled for one batch: prompts of the stream in rounds, and what the
-    ``collect`` hook of a stage asks for (``types.Sampler``).
+    ``collect`` hook of a stage asks for (``stage.Sampler``).
     """
 
     def __init__(

@@ -13,9 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from counterpoise.errors import ConfigError, nearest
-from counterpoise.run.schema import RENAMED_CONFIG_KEYS
-
-SUCCESS = 0.5  # a reward of at least this much is a success, unless the recipe says otherwise
+from counterpoise.run.schema import RENAMED_CONFIG_KEYS, SUCCESS
 
 
 class Section(BaseModel):

@@ -110,14 +110,7 @@ def train(
             updates: list[Update] = []
             recording = ledger_recording(config, policy)
             with observe(
-                run_dir,
-                policy,
-                optimizer,
-                collected,
-                credit,
-                recording,
-                batch_number,
-                state.ledger,
+                run_dir, policy, optimizer, collected, credit, recording, batch_number, state.ledger
             ) as ledger:
                 for row_R in plan:
                     set_rate(optimizer, config, state.num_updates + len(updates))

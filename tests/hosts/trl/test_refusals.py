@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 from counterpoise.hosts.trl.checks import check_trainer, check_version
+from counterpoise.hosts.trl.method import setup
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -40,6 +41,18 @@ def stand_in(
 
 def test_a_sound_setting_passes():
     check_trainer(*stand_in("delta", processes=2, plan="query_preserved"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "stage"),
+    [
+        ({"credit": {"corrections": 2}}, "edits"),
+        ({"plan": {"name": "reward_balanced", "mode": "buffer"}}, "reward_balanced"),
+    ],
+)
+def test_a_stage_that_samples_more(axes, stage):
+    with pytest.raises(ValueError, match=f"{stage} samples more rollouts .* TRL samples by itself"):
+        setup("ibpo", axes, own_advantage=True, own_loss=True, loss_type="dapo")
 
 
 def test_a_group_that_straddles_processes():

@@ -240,10 +240,7 @@ def test_a_row_without_tokens_and_narrow_types():
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        (
-            "dfpo_min",
-            r"its loss \(dfpo\) must see the log-probs of a whole update.*hosts.trl",
-        ),
+        ("dfpo_min", r"its loss \(dfpo\) must see the log-probs of a whole update.*hosts.trl"),
         ("dfpo_orth", "one micro-batch"),
         ("tpo", r"\(target\)"),
         ("clip_cov", "loss_mode=clip_cov of its own"),

@@ -279,10 +279,7 @@ def test_several_trajectories_a_session_are_refused(queue_of):
             {"counterpoise": {"credit": ["uniform"]}},
             "counterpoise.credit needs an estimator of counterpoise, got adv_estimator=grpo",
         ),
-        (
-            {"actor_rollout_ref__actor__policy_loss__loss_mode": "counterpoise/tpo"},
-            "whole update",
-        ),
+        ({"actor_rollout_ref__actor__policy_loss__loss_mode": "counterpoise/tpo"}, "whole update"),
         (
             {
                 "counterpoise": {"plan": "query_preserved"},

@@ -69,6 +69,7 @@ def setup(name: str, axes: Fields, *, own_advantage: bool, own_loss: bool, loss_
     if name not in cp.methods():
         raise ValueError(f"unknown method {name!r}. {nearest(name, [OFF, *cp.methods()])}")
     method, beta = _split_kl(cp.method(name, **axes))
+    method.check_sampling("TRL")
     fields = trl_fields(method) if own_loss else {}
     is_ours = fields is None
     if fields is None:  # TRL's loss type then says only how its terms beside the loss are reduced

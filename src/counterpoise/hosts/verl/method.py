@@ -76,6 +76,7 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     if not isinstance(seed, int):
         raise ValueError(f"algorithm.counterpoise.seed must be an integer, got {seed!r}.")
     method = cp.method(name, **settings)
+    method.check_sampling("verl")
     refuse(_update_trouble(method))
     method = dataclasses.replace(method, terms=(reinforce,), reduction=per_token)
     return Setup(method, not method.planner.has("shuffles_rows"), seed)

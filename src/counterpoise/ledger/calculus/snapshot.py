@@ -27,10 +27,10 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     optimizer's state and settings, torch's RNG.
 
     >>> layer = nn.Linear(1, 1)
-    ... optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     >>> saved = snapshot(layer, optimizer)
     >>> layer(torch.ones(1)).sum().backward()
-    ... optimizer.step()
+    >>> optimizer.step()
     >>> restore(saved, layer, optimizer)
     >>> torch.equal(layer.weight, saved.tensors["weight"]), len(optimizer.state), layer.weight.grad
     (True, 0, None)

@@ -1,6 +1,6 @@
 """Triton kernels from logits to tokens: one a row drawn, and the likeliest ones of a row.
 
-They compute what ``draw.draw`` and ``engine.candidates`` compute with torch, to rounding; the tests
+They compute what ``draw.draw`` and ``draw.candidates`` compute with torch, to rounding; the tests
 hold them against each other.
 
 Axes: B rows, V vocabulary, S pieces or blocks of the vocabulary, K candidates.
