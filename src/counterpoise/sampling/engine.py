@@ -108,7 +108,7 @@ class Engine:
             refresh(self.weights, model)
 
     def _choose_kernels(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Triton's kernels on a GPU, those in C on a CPU, where they know the dtypes; else torch."""
+        """Triton's kernels on a GPU, those in C on a CPU, if they know the dtypes; else torch."""
         self.decode, self.candidates, self.kernels, self.panels = decode, candidates, None, None
         if model.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             from counterpoise.sampling.kernels import triton_decoder as decoder_triton
