@@ -156,7 +156,9 @@ def test_sapo_gpg_and_geo_mean():
 @pytest.mark.parametrize("fraction", [1.0, 0.02])
 def test_clip_cov_with_the_same_draw(fraction, monkeypatch):
     logp_NT, rows = random_rows(seed=4, n=40, width=20)
-    monkeypatch.setattr(covariance, "seeded_generator", lambda *args: torch.Generator().manual_seed(7))
+    monkeypatch.setattr(
+        covariance, "seeded_generator", lambda *args: torch.Generator().manual_seed(7)
+    )
     loss = clip_cov(clip_low=0.2, clip_high=0.28, fraction=fraction, low=0.1, high=2.0)
     is_dropped_NT = (
         loss(logp_NT, rows).clipped_NT & ~clipped(logp_NT, rows, clip_high=0.28).clipped_NT
