@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, NoReturn, TypeGuard
 
 
 class ConfigError(ValueError):
@@ -47,3 +48,77 @@ def import_path(path: str, where: str) -> Any:
             f"{where} {path!r}: module {module!r} has no {name!r}. {nearest(name, public)}"
         )
     return getattr(home, name)
+
+
+def check_number(
+    stage: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    or_infinite: bool = False,
+    or_none: bool = False,
+    **values: object,
+) -> None:
+    """Raise unless every value is a number > ``above``, >= ``least``, < ``below``, <= ``most``.
+
+    >>> check_number("top_entropy", above=0, most=1, fraction=3)
+    Traceback (most recent call last):
+    ValueError: top_entropy: fraction must be a number > 0 and <= 1, got 3.
+    """
+    for name, value in values.items():
+        if (or_none and value is None) or (or_infinite and value == math.inf):
+            continue
+        if not _is_number(value) or not (above < value < below and least <= value <= most):
+            expected = _expected("number", above, least, below, most)
+            _refuse(stage, name, value, expected + " or None" * or_none)
+
+
+def check_whole(stage: str, *, least: int, or_none: bool = False, **values: object) -> None:
+    """Raise unless every value is a whole number >= ``least``.
+
+    >>> check_whole("edits", least=1, or_none=True, first_edits=0)
+    Traceback (most recent call last):
+    ValueError: edits: first_edits must be a whole number >= 1 or None, got 0.
+    """
+    for name, value in values.items():
+        if or_none and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = _expected("whole number", least=least)
+            _refuse(stage, name, value, expected + " or None" * or_none)
+
+
+def check_choice(stage: str, choices: Collection[str], **values: object) -> None:
+    """Raise unless every value is one of the names.
+
+    >>> check_choice("conflict", ("start", "end", "both"), runs="strat")
+    Traceback (most recent call last):
+    ValueError: conflict: runs must be one of start, end, both, got 'strat'. Did you mean 'start'?
+    """
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in choices:
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            _refuse(stage, name, value, f"one of {', '.join(choices)}", hint)
+
+
+def _expected(
+    noun: str,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> str:
+    limits = (">", above), (">=", least), ("<", below), ("<=", most)
+    bounds = [f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit)]
+    return f"a {noun} {' and '.join(bounds)}" if bounds else f"a finite {noun}"
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _refuse(stage: str, name: str, value: object, expected: str, hint: str = "") -> NoReturn:
+    raise ValueError(f"{stage}: {name} must be {expected}, got {value!r}.{hint}")

@@ -332,15 +332,19 @@ BAD = [
     ("cumulative", {"dual_clip": 0.0}, "cumulative: dual_clip must be a number > 0"),
     ("cumulative", {"power": -0.5}, "cumulative: power must be a number >= 0"),
     ("target", {"temperature": 0}, "target: temperature must be a number > 0, got 0"),
-    ("dfpo", {"transform": "ortho"}, "dfpo: unknown transform 'ortho'. Did you mean 'orth'?"),
-    ("dfpo", {"weight": "mean"}, "dfpo: unknown weight 'mean'"),
-    ("dfpo", {"length": "in"}, "dfpo: unknown length 'in'"),
+    (
+        "dfpo",
+        {"transform": "ortho"},
+        "dfpo: transform must be one of min, orth, none, got 'ortho'. Did you mean 'orth'?",
+    ),
+    ("dfpo", {"weight": "mean"}, "dfpo: weight must be one of geometric_mean, product, got 'mean'"),
+    ("dfpo", {"length": "in"}, "dfpo: length must be one of outside, inside, got 'in'"),
     ("clip_cov", {"fraction": 2}, "clip_cov: fraction must be a number > 0 and <= 1, got 2"),
     ("clip_cov", {"low": 5.0, "high": 1.0}, "clip_cov: high must be a number > 5, got 1.0"),
     ("kl_cov", {"fraction": 0}, "kl_cov: fraction must be a number > 0"),
     ("kl_cov", {"coef": -1}, "kl_cov: coef must be a number >= 0"),
     ("kl", {"coef": True}, "kl: coef must be a number >= 0, got True"),
-    ("kl", {"estimator": "k4"}, "unknown KL estimator 'k4'"),
+    ("kl", {"estimator": "k4"}, "kl: estimator must be one of k1, k2, k3, got 'k4'"),
 ]
 
 

@@ -128,7 +128,7 @@ def test_fewer_rollouts_than_steps(name):
 
 def test_num_updates_is_a_positive_integer():
     with pytest.raises(
-        ValueError, match="query_preserved: num_updates must be an integer >= 1, got 0"
+        ValueError, match="query_preserved: num_updates must be a whole number >= 1, got 0"
     ):
         planned("query_preserved", prompts(3, 4), 0)
 
@@ -314,11 +314,11 @@ def _some_deal_fits(num_pos, num_updates):
     ("params", "message"),
     [
         ({"mode": "rows"}, "mode must be one of groups, per_query, buffer, got 'rows'"),
-        ({"low": 0.6}, "expected 0 < low <= 1/2 <= high < 1, got low=0.6"),
+        ({"low": 0.6}, "low must be a number > 0 and <= 0.5, got 0.6"),
         ({"threshold": float("inf")}, "threshold must be a finite number, got inf"),
         (
             {"mode": "buffer", "update_size": 0},
-            "update_size must be an integer >= 1 or None, got 0",
+            "update_size must be a whole number >= 1 or None, got 0",
         ),
         ({"update_size": 8}, "update_size belongs to mode 'buffer', got mode 'groups'"),
     ],

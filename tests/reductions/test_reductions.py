@@ -132,12 +132,12 @@ def test_constant_length_prefers_its_parameter_then_the_limit_then_the_longest()
         (
             "constant_length",
             {"length": 0},
-            "constant_length: length must be an integer >= 1 or None, got 0",
+            "constant_length: length must be a whole number >= 1 or None, got 0",
         ),
         (
             "constant_length",
             {"length": 2.5},
-            "constant_length: length must be an integer >= 1 or None, got 2.5",
+            "constant_length: length must be a whole number >= 1 or None, got 2.5",
         ),
     ],
 )

@@ -5,12 +5,11 @@ The controller of the same name moves both.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import centre, group_rewards
+from counterpoise.errors import check_number
 from counterpoise.stage import declare
 
 
@@ -37,9 +36,7 @@ def fade(reward_N: Tensor, group_N: Tensor, *, alpha: float = 1.0, delta: float 
 
     Reference: FADE, arXiv 2607.01490.
     """
-    for name, value in (("alpha", alpha), ("delta", delta)):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"fade: {name} must be a number > 0, got {value!r}.")
+    check_number("fade", above=0, alpha=alpha, delta=delta)
     reward_N, by_prompt = group_rewards("fade", reward_N, group_N)
     check_binary("fade", reward_N)
     failed_N = 1 - by_prompt.mean(reward_N)[by_prompt.index_N]

@@ -9,11 +9,10 @@ leaves R - m != 0 for seven rewards of
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import Groups, groups
 from counterpoise.stage import declare
 
@@ -52,8 +51,7 @@ def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Ten
     Reference: GRPO, arXiv 2402.03300, Section 4.1.2. Reads the paper's std as the unbiased one and
         adds eps, as TRL and verl do.
     """
-    if not _is_number(eps) or eps < 0:
-        raise ValueError(f"group_zscore: eps must be a number >= 0, got {eps!r}.")
+    check_number("group_zscore", least=0, eps=eps)
     reward_N, by_prompt = group_rewards("group_zscore", reward_N, group_N)
     std_N = by_prompt.std(reward_N)[by_prompt.index_N]
     is_constant_N = by_prompt.is_constant(reward_N)
@@ -131,7 +129,3 @@ def centre(reward_N: Tensor, by_prompt: Groups) -> Tensor:
 def as_float(reward_N: Tensor) -> Tensor:
     """float32 at least; integers and half precision are widened."""
     return reward_N.to(torch.promote_types(reward_N.dtype, torch.float32))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -5,12 +5,11 @@ They work with one rollout a prompt.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from counterpoise.advantages.group import as_float
+from counterpoise.errors import check_number
 from counterpoise.stage import Stage
 
 
@@ -73,16 +72,14 @@ def weighted_signs(
 
     Reference: W-REINFORCE, arXiv 2506.01347.
     """
-    if not isinstance(positive, (int, float)) or not math.isfinite(positive) or positive < 0:
-        raise ValueError(f"weighted_signs: positive must be a number >= 0, got {positive!r}.")
+    check_number("weighted_signs", least=0, positive=positive)
     return _sides("weighted_signs", reward_N, threshold, positive=float(positive), negative=1.0)
 
 
 def _sides(
     name: str, reward_N: Tensor, threshold: float, *, positive: float, negative: float
 ) -> Tensor:
-    if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
-        raise ValueError(f"{name}: threshold must be a finite number, got {threshold!r}.")
+    check_number(name, threshold=threshold)
     reward_N = as_float(reward_N)
     # 0 - negative: a side that is switched off is 0.0, never -0.0
     return torch.where(

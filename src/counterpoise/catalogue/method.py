@@ -27,7 +27,7 @@ from torch import Tensor
 from counterpoise.advantages import ADVANTAGES
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
-from counterpoise.errors import nearest
+from counterpoise.errors import check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, masked_mean, seeded_generator
 from counterpoise.plans import PLANS, manifest
@@ -194,8 +194,7 @@ class Method:
 
         Ranks and micro-batches are cut later and change nothing.
         """
-        if num_updates < 1:
-            raise ValueError(f"plan: num_updates must be at least 1, got {num_updates}.")
+        check_whole("plan", least=1, num_updates=num_updates)
         group_N, reward_N, length_N = (
             batch.group_N.cpu(),
             batch.reward_N.cpu(),

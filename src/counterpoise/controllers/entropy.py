@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
 from counterpoise.stage import Control, declare
 from counterpoise.types import TokenBatch
@@ -78,20 +78,10 @@ def _check(
             "entropy_target: path must be 'advantage.<parameter>' or 'credit.<parameter>' (a"
             f" controller reaches no other axis), got {path!r}."
         )
-    for name, value in (
-        ("start", start),
-        ("lo", lo),
-        ("hi", hi),
-        ("rate", rate),
-        ("target", 0.0 if target is None else target),
-    ):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"entropy_target: {name} must be a finite number, got {value!r}.")
-    if not lo <= start <= hi:
-        raise ValueError(
-            f"entropy_target: expected lo <= start <= hi, got lo={lo!r}, start={start!r},"
-            f" hi={hi!r}."
-        )
+    check_number("entropy_target", lo=lo, rate=rate)
+    check_number("entropy_target", or_none=True, target=target)
+    check_number("entropy_target", least=lo, hi=hi)
+    check_number("entropy_target", least=lo, most=hi, start=start)
     if rate == 0:
         raise ValueError(
             "entropy_target: rate 0 would never move the parameter; give a positive or negative"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from counterpoise.advantages.fade import check_binary
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.stage import Control, declare
 from counterpoise.types import TokenBatch
@@ -107,23 +108,12 @@ def _check(
     delta_low: float,
     delta_high: float,
 ) -> None:
-    if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
-        raise ValueError(f"fade controller: rate must be in (0, 1], got {rate!r}.")
-    if target_entropy is not None and (
-        not isinstance(target_entropy, (int, float)) or not 0 <= target_entropy < math.inf
-    ):
-        raise ValueError(
-            "fade controller: target_entropy must be a number >= 0 or None, got"
-            f" {target_entropy!r}."
-        )
-    if not 0 < alpha_scale < math.inf:
-        raise ValueError(f"fade controller: alpha_scale must be a number > 0, got {alpha_scale!r}.")
-    for name, low, high in (("alpha", alpha_low, alpha_high), ("delta", delta_low, delta_high)):
-        if not 0 < low <= high < math.inf:
-            raise ValueError(
-                f"fade controller: expected 0 < {name}_low <= {name}_high, got {low!r} and"
-                f" {high!r}."
-            )
+    where = "fade controller"
+    check_number(where, above=0, most=1, rate=rate)
+    check_number(where, least=0, or_none=True, target_entropy=target_entropy)
+    check_number(where, above=0, alpha_scale=alpha_scale, alpha_low=alpha_low, delta_low=delta_low)
+    check_number(where, least=alpha_low, alpha_high=alpha_high)
+    check_number(where, least=delta_low, delta_high=delta_high)
 
 
 def _solve_rate(batch: TokenBatch, reduce: Reduce) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_number
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Groups, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index
 from counterpoise.stage import declare
@@ -212,13 +212,8 @@ def ktae(
     tensor([[ 0.5000,  0.8737],
             [-0.5000, -0.8737]])
     """
-    for key, value in {
-        "fisher_weight": fisher_weight,
-        "gain_weight": gain_weight,
-        "frequency_weight": frequency_weight,
-        "top": top,
-    }.items():
-        check_number("ktae", key, value, 0, float("inf"))
+    check_number("ktae", least=0, fisher_weight=fisher_weight, gain_weight=gain_weight)
+    check_number("ktae", least=0, frequency_weight=frequency_weight, top=top)
     if fisher_weight + gain_weight == 0:
         raise ValueError(
             "ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_rule
 from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import Stage, call, declare
 from counterpoise.types import TokenBatch
@@ -51,7 +50,7 @@ def keep_mass(
     ... ).tolist()
     [[0.0, -1.5, 0.0]]
     """
-    check_rule("keep_mass", rule)
+    _check_rule("keep_mass", rule)
     after_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
     if not per_side:
         return after_NT * _factor(credit_NT.abs(), after_NT.abs(), reduce)
@@ -88,7 +87,7 @@ def only_positive(
     ... ).tolist()
     [[0.5], [-1.0]]
     """
-    check_rule("only_positive", rule)
+    _check_rule("only_positive", rule)
     return torch.where(
         credit_NT > 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
     )
@@ -116,7 +115,19 @@ def only_negative(
     ... ).tolist()
     [[1.0], [-0.5]]
     """
-    check_rule("only_negative", rule)
+    _check_rule("only_negative", rule)
     return torch.where(
         credit_NT < 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
     )
+
+
+def _check_rule(stage: str, rule: object) -> None:
+    """``rule`` must be a bound credit rule without memory."""
+    if isinstance(rule, Stage) and rule.init:
+        raise ValueError(
+            f"{stage}: a rule with memory cannot be nested; put it on the credit axis by itself."
+        )
+    if not callable(rule):
+        raise ValueError(
+            f"{stage}: rule must be a credit rule such as top_entropy(fraction=0.2), got {rule!r}"
+        )

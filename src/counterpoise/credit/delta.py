@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_choice, check_number
 from counterpoise.credit.delta_score import (
     Scoring,
     Sides,
@@ -24,6 +23,7 @@ from counterpoise.credit.delta_score import (
 )
 from counterpoise.credit.draws import token_keys
 from counterpoise.credit.proxies import PROXY_COLUMNS, Proxy, check_proxy, token_proxy
+from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
@@ -319,18 +319,14 @@ def _mean_one(weight_NT: Tensor, is_counted_NT: Tensor, mask_NT: Tensor, reduce:
 def _check(settings: Settings) -> None:
     s = settings
     check_proxy(s.proxy, s.topk, s.temperature)
-    check_choice("delta", "score", s.score, ("contrast", "within_side", "random"))
+    check_choice("delta", ("contrast", "within_side", "random"), score=s.score)
     if s.select is not None:
-        check_choice("delta", "select", s.select, ("top", "bottom", "random"))
-    if not 0 <= s.low <= s.high < math.inf or s.high == 0:
-        raise ValueError(
-            f"delta: expected 0 <= low <= high and high > 0, got low={s.low!r}, high={s.high!r}."
-        )
-    if not isinstance(s.refinements, int) or isinstance(s.refinements, bool) or s.refinements < 0:
-        raise ValueError(f"delta: refinements must be a whole number >= 0, got {s.refinements!r}.")
-    check_number("delta", "select_frac", s.select_frac, 0, 1, open_low=True)
-    if s.gamma is not None and not 0 < s.gamma < math.inf:
-        raise ValueError(f"delta: gamma must be None (adaptive) or a number > 0, got {s.gamma!r}.")
+        check_choice("delta", ("top", "bottom", "random"), select=s.select)
+    check_number("delta", least=0, low=s.low)
+    check_number("delta", above=0, least=s.low, high=s.high)
+    check_whole("delta", least=0, refinements=s.refinements)
+    check_number("delta", above=0, most=1, select_frac=s.select_frac)
+    check_number("delta", above=0, or_none=True, gamma=s.gamma)
     for is_wrong, why in _contradictions(s):
         if is_wrong:
             raise ValueError(f"delta: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_number
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
@@ -57,7 +57,7 @@ def focal(
     >>> focal(torch.ones(4, 1), batch).flatten().tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    check_number("focal", "gamma", gamma, 0, float("inf"))
+    check_number("focal", least=0, gamma=gamma)
     by = groups(batch.group_N)
     solve_rate_P = by.mean((batch.reward_N > threshold).to(credit_NT.dtype))
     return credit_NT * ((1 - solve_rate_P) ** gamma)[by.index_N, None]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from counterpoise.credit.align import edit_credit, nearest_correct
-from counterpoise.credit.checks import check_choice, check_number
 from counterpoise.credit.corrections import TEMPLATE, add_corrections, asks_for_corrections
+from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.maths.reduce import LOCAL, Reduce, groups
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
@@ -119,14 +119,10 @@ def edits(
     >>> edits(torch.zeros(2, 4), batch).tolist()
     [[0.0, -1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
     """
-    check_choice("edits", "serving", serving, ("sum", "mean"))
-    check_number("edits", "corrections", corrections, 0, float("inf"))
-    check_number("edits", "edit_cost", edit_cost, 0, float("inf"))
-    if first_edits is not None and (not isinstance(first_edits, int) or first_edits < 1):
-        raise ValueError(
-            "edits: first_edits must be a whole number >= 1, or None for all edits, got"
-            f" {first_edits!r}"
-        )
+    check_choice("edits", ("sum", "mean"), serving=serving)
+    check_whole("edits", least=0, corrections=corrections)
+    check_whole("edits", least=1, or_none=True, first_edits=first_edits)
+    check_number("edits", least=0, edit_cost=edit_cost)
     ids_NT, mask_NT = batch.token_ids_NT.cpu(), batch.mask_NT.cpu()
     by_group: dict[int, list[_Answer]] = defaultdict(list)
     for row, (group, reward) in enumerate(zip(batch.group_N.tolist(), batch.reward_N.tolist())):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_choice, check_number
+from counterpoise.errors import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
@@ -75,7 +75,7 @@ def top_entropy(
     >>> top_entropy(torch.ones(1, 3), batch, fraction=0.2).tolist()
     [[0.0, 1.0, 0.0]]
     """
-    check_number("top_entropy", "fraction", fraction, 0, 1, open_low=True)
+    check_number("top_entropy", above=0, most=1, fraction=fraction)
     entropy_NT = batch.column("entropy_NT")
     threshold = pooled_quantile(entropy_NT, batch.mask_NT, 1 - fraction, reduce)
     return torch.where(batch.mask_NT & (entropy_NT >= threshold), credit_NT, 0)
@@ -135,10 +135,10 @@ def spurious(
     >>> spurious(torch.ones(1, 3), batch).tolist()
     [[1.5, 0.0, 1.5]]
     """
-    check_number("spurious", "max_prob", max_prob, 0, 1)
-    check_number("spurious", "entropy_quantile", entropy_quantile, 0, 1)
-    check_choice("spurious", "quantile_over", quantile_over, ("rare", "batch"))
-    check_choice("spurious", "renormalise", renormalise, ("tokens", "mass", "none"))
+    check_number("spurious", least=0, most=1, max_prob=max_prob)
+    check_number("spurious", least=0, most=1, entropy_quantile=entropy_quantile)
+    check_choice("spurious", ("rare", "batch"), quantile_over=quantile_over)
+    check_choice("spurious", ("tokens", "mass", "none"), renormalise=renormalise)
     entropy_NT, mask_NT = batch.column("entropy_NT"), batch.mask_NT
     is_rare_NT = mask_NT & (credit_NT > 0) & (batch.sampler_logp_NT.exp() < max_prob)
     threshold = pooled_quantile(

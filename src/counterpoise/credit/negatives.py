@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_number
+from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
@@ -46,7 +46,7 @@ def negative_token_filter(credit_NT: Tensor, batch: TokenBatch, *, fraction: flo
     >>> negative_token_filter(torch.full((1, 3), -0.5), batch, fraction=0.1).tolist()
     [[0.0, -0.5, 0.0]]
     """
-    check_number("negative_token_filter", "fraction", fraction, 0, 1, open_low=True)
+    check_number("negative_token_filter", above=0, most=1, fraction=fraction)
     is_negative_NT = credit_NT < 0
     num_kept_N = torch.ceil(is_negative_NT.sum(1).double() * fraction - 1e-9).clamp(min=1)
     order_NT = torch.where(is_negative_NT, batch.sampler_logp_NT, torch.inf).argsort(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_choice, check_number
+from counterpoise.errors import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index, prefix_nodes
 from counterpoise.stage import declare
@@ -23,7 +23,7 @@ def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both")
     >>> conflict_tokens(torch.tensor([[1.0] * 3, [-1.0] * 3]), batch, runs="start").tolist()
     [[True, False, False], [True, False, False]]
     """
-    check_choice("conflict", "runs", runs, ("start", "end", "both"))
+    check_choice("conflict", ("start", "end", "both"), runs=runs)
     position_NT = torch.arange(credit_NT.shape[1], device=credit_NT.device).expand_as(credit_NT)
     found_NT = torch.zeros_like(batch.mask_NT)
     if runs != "end":
@@ -109,8 +109,7 @@ def conflict(
     >>> conflict(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch).tolist()
     [[1.0, 0.5], [0.0, -0.5]]
     """
-    check_number("conflict", "positive", positive, 0, float("inf"))
-    check_number("conflict", "negative", negative, 0, float("inf"))
+    check_number("conflict", least=0, positive=positive, negative=negative)
     factor_NT = torch.where(credit_NT > 0, positive, negative).to(credit_NT.dtype)
     # adding 0 turns -0.0 into 0.0
     return torch.where(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.credit.checks import check_number
 from counterpoise.credit.draws import token_keys
+from counterpoise.errors import check_number
 from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.kl import kl_estimator
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
@@ -36,7 +36,7 @@ def probability_scaled(credit_NT: Tensor, batch: TokenBatch, *, alpha: float = 0
     >>> probability_scaled(torch.ones(1, 2), batch)
     tensor([[1.0000, 0.7000]])
     """
-    check_number("probability_scaled", "alpha", alpha, 0, 1)
+    check_number("probability_scaled", least=0, most=1, alpha=alpha)
     factor_NT = alpha * batch.sampler_logp_NT.exp() + (1 - alpha)
     return torch.where(batch.mask_NT, credit_NT * factor_NT.to(credit_NT.dtype), 0)
 
@@ -104,9 +104,9 @@ def covariance(
     ... ).tolist()  # covariances 2.25, -0.75, 0.75, 0.75
     [[0.0, 1.0], [-1.0, -1.0]]
     """
-    check_number("covariance", "fraction", fraction, 0, 1, open_low=True)
-    if not low < high:
-        raise ValueError(f"covariance: low must be below high, got low={low!r} and high={high!r}")
+    check_number("covariance", above=0, most=1, fraction=fraction)
+    check_number("covariance", low=low)
+    check_number("covariance", above=low, or_infinite=True, high=high)
     covariance_NT = token_covariance(batch.sampler_logp_NT, credit_NT, batch.mask_NT, reduce)
     is_candidate_NT = batch.mask_NT & (covariance_NT > low) & (covariance_NT < high)
     key_NT = token_keys(batch, generator)
@@ -157,6 +157,6 @@ def kl_penalty(
     >>> kl_penalty(torch.ones(1, 1), batch, coef=0.25).tolist()
     [[0.5]]
     """
-    check_number("kl_penalty", "coef", coef, 0, float("inf"))
+    check_number("kl_penalty", least=0, coef=coef)
     kl_NT = kl_estimator(estimator)(batch.sampler_logp_NT, batch.column("ref_logp_NT"))
     return torch.where(batch.mask_NT, credit_NT - coef * kl_NT.to(credit_NT.dtype), 0)

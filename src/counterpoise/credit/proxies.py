@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.errors import nearest
+from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.types import TokenBatch
 
@@ -45,18 +45,15 @@ class Proxy(NamedTuple):
 
 def check_proxy(proxy: str, topk: int | None, temperature: float) -> None:
     """Parameters of a proxy, without looking at a batch."""
-    if proxy not in PROXY_COLUMNS:
-        raise ValueError(f"delta: unknown proxy {proxy!r}. {nearest(proxy, PROXY_COLUMNS)}")
-    if topk is not None and (proxy != "topk" or topk < 1):
+    check_choice("delta", PROXY_COLUMNS, proxy=proxy)
+    check_whole("delta", least=1, or_none=True, topk=topk)
+    check_number("delta", above=0, temperature=temperature)
+    if topk is not None and proxy != "topk":
+        raise ValueError(f"delta: topk is read by proxy='topk' alone, got proxy={proxy!r}.")
+    if temperature != 1 and proxy != "head":
         raise ValueError(
-            f"delta: topk must be at least 1 and is read by proxy='topk' alone, got topk={topk!r}"
-            f" with proxy={proxy!r}."
-        )
-    if not 0 < temperature < float("inf") or (temperature != 1 and proxy != "head"):
-        raise ValueError(
-            "delta: temperature must be a number > 0 and is read by proxy='head' alone (others"
-            f" take probabilities from the batch), got temperature={temperature!r} with"
-            f" proxy={proxy!r}."
+            "delta: temperature is read by proxy='head' alone (others take probabilities from the"
+            f" batch), got proxy={proxy!r}."
         )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_number
 from counterpoise.losses.ratio import clip_by_side
-from counterpoise.losses.token_loss import Parts, check_number, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
 from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.types import Rows
@@ -37,7 +38,7 @@ def _update_dropped(
     """
     check_number("clip_cov", above=0, most=1, fraction=fraction)
     check_number("clip_cov", low=low)
-    check_number("clip_cov", above=low, high=high)
+    check_number("clip_cov", above=low, or_infinite=True, high=high)
     _, _, is_cut_NT = clip_by_side("clip_cov", update_logp_NT, rows, clip_low, clip_high)
     cov_NT = token_covariance(update_logp_NT, rows.credit_NT, rows.mask_NT)
     order_N = rows.row_R.argsort()

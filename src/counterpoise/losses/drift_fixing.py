@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_choice
 from counterpoise.losses.sequence import mean_log_ratio
-from counterpoise.losses.token_loss import Parts, check_choice, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
 from counterpoise.maths.reduce import check_finite, groups
 from counterpoise.types import Rows
 

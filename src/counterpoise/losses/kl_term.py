@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from counterpoise.losses.token_loss import Parts, check_number, log_ratio, token_loss
+from counterpoise.errors import check_number
+from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
 from counterpoise.maths.kl import kl_estimator
 from counterpoise.types import Rows
 

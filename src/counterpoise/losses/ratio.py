@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from counterpoise.losses.token_loss import Parts, check_number, clamp_by_side, log_ratio, token_loss
+from counterpoise.errors import check_number
+from counterpoise.losses.token_loss import Parts, clamp_by_side, log_ratio, token_loss
 from counterpoise.types import Rows
 
 
@@ -22,8 +23,8 @@ def clip_by_side(
     ceiling: float = math.inf,
 ) -> Parts:
     """-min(r c, clip(r, 1 - clip_low, 1 + clip_high) c), at most -ceiling c where c < 0."""
-    check_number(stage, least=0, clip_low=clip_low, clip_high=clip_high)
-    check_number(stage, above=1, dual_clip=ceiling)
+    check_number(stage, least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high)
+    check_number(stage, above=1, or_infinite=True, dual_clip=ceiling)
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
     inner_NT, is_cut_NT = clamp_by_side(
         ratio_NT, rows.credit_NT, 1 - clip_low, 1 + clip_high, ceiling
@@ -98,7 +99,7 @@ def symmetric_clip(trainer_logp_NT: Tensor, rows: Rows, *, clip: float = 0.2) ->
 
     Reference: the GRPO-fix of arXiv 2604.13088 v1. Reads the paper as a mask on both signs.
     """
-    check_number("symmetric_clip", least=0, clip=clip)
+    check_number("symmetric_clip", least=0, or_infinite=True, clip=clip)
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
     inner_NT = ratio_NT.clamp(1 - clip, 1 + clip)
     return -rows.credit_NT * inner_NT, ratio_NT, inner_NT != ratio_NT
@@ -120,7 +121,9 @@ def detached_ratio(
 
     Reference: arXiv 2506.13585 (MiniMax-M1), Eq. 4 and 5, which gives no values.
     """
-    check_number("detached_ratio", least=0, clip_low=clip_low, clip_high=clip_high)
+    check_number(
+        "detached_ratio", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high
+    )
     ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
     weight_NT = ratio_NT.clamp(1 - clip_low, 1 + clip_high).detach()
     return -weight_NT * rows.credit_NT * trainer_logp_NT, ratio_NT, weight_NT != ratio_NT

@@ -12,14 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from counterpoise.losses.token_loss import (
-    Parts,
-    check_number,
-    clamp_by_side,
-    log_ratio,
-    own_gradient,
-    token_loss,
-)
+from counterpoise.errors import check_number
+from counterpoise.losses.token_loss import Parts, clamp_by_side, log_ratio, own_gradient, token_loss
 from counterpoise.types import Rows
 
 
@@ -44,7 +38,9 @@ def sequence_ratio(
 
     Reference: arXiv 2507.18071, Eq. 7 (s_i), Eq. 13 and 14 (token form), section 5.1 (widths).
     """
-    check_number("sequence_ratio", least=0, clip_low=clip_low, clip_high=clip_high)
+    check_number(
+        "sequence_ratio", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high
+    )
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     ratio_NT = own_gradient(
         mean_log_ratio(log_ratio_NT, rows).exp().expand_as(log_ratio_NT), log_ratio_NT
@@ -69,7 +65,7 @@ def geometric(
 
     Reference: arXiv 2507.20673, whose clip range is (e^-0.4, e^0.4).
     """
-    check_number("geometric", least=0, clip_low=clip_low, clip_high=clip_high)
+    check_number("geometric", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high)
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     inner_NT, is_cut_NT = clamp_by_side(log_ratio_NT, rows.credit_NT, -clip_low, clip_high)
     ratio_NT = own_gradient(mean_log_ratio(inner_NT, rows).exp().expand_as(inner_NT), inner_NT)
@@ -100,8 +96,9 @@ def cumulative(
 
     Reference: arXiv 2605.07331; bounds, dual clip and defaults as in the authors' released code.
     """
-    check_number("cumulative", least=0, clip_low=clip_low, clip_high=clip_high, power=power)
-    check_number("cumulative", above=0, dual_clip=dual_clip)
+    check_number("cumulative", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high)
+    check_number("cumulative", above=0, or_infinite=True, dual_clip=dual_clip)
+    check_number("cumulative", least=0, power=power)
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     prefix_NT = (log_ratio_NT.cumsum(1) - log_ratio_NT).detach() + log_ratio_NT
     growth_NT = rows.mask_NT.cumsum(1).clamp(min=1).to(prefix_NT.dtype) ** power

@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoise.errors import nearest
 from counterpoise.stage import Columns, Function, Stage
 from counterpoise.types import Rows, TokenLoss
 
@@ -112,37 +111,6 @@ def clamp_by_side(
     upper_NT = torch.where(credit_NT < 0, ceiling_NT, high_NT)
     inner_NT = value_NT.clamp(lower_NT, upper_NT)
     return inner_NT, (inner_NT != value_NT) & (credit_NT != 0)
-
-
-def check_number(
-    stage: str,
-    *,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    most: float = math.inf,
-    **values: float,
-) -> None:
-    """Raise unless every value is a number that is > ``above``, >= ``least`` and <= ``most``."""
-    limits = (">", above), (">=", least), ("<=", most)
-    expected = (
-        " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
-        or "of any size"
-    )
-    for name, value in values.items():
-        is_number = (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and not math.isnan(value)
-        )
-        if not is_number or value <= above or not least <= value <= most:
-            raise ValueError(f"{stage}: {name} must be a number {expected}, got {value!r}.")
-
-
-def check_choice(stage: str, choices: Collection[str], **values: str) -> None:
-    """Raise unless every value is one of the choices."""
-    for name, value in values.items():
-        if value not in choices:
-            raise ValueError(f"{stage}: unknown {name} {value!r}. {nearest(value, choices)}")
 
 
 def _complete(prepare: Function, fn: Function) -> Function:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from counterpoise.errors import nearest
+from counterpoise.errors import check_choice
 
 
 def k1(logp_NT: Tensor, ref_logp_NT: Tensor) -> Tensor:
@@ -57,6 +57,5 @@ def kl_estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     >>> kl_estimator("k2") is k2
     True
     """
-    if name not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {name!r}. {nearest(name, KL_ESTIMATORS)}")
+    check_choice("kl", KL_ESTIMATORS, estimator=name)
     return KL_ESTIMATORS[name]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
 from counterpoise.stage import Sampler, declare
 from counterpoise.types import RolloutBatch
@@ -102,10 +103,7 @@ def reward_balanced(
     [[0, 1, 2, 3, 4, 5]]
     """
     _check(mode, threshold, low, high, update_size)
-    if not isinstance(max_rounds, int) or max_rounds < 1:
-        raise ValueError(
-            f"reward_balanced: max_rounds must be an integer >= 1, got {max_rounds!r}."
-        )
+    check_whole("reward_balanced", least=1, max_rounds=max_rounds)
     is_positive_N = reward_N.cpu() > threshold
     if mode == "buffer":
         return _buffer(is_positive_N, num_updates, update_size, low, high, generator)
@@ -145,18 +143,12 @@ def quota(num_pos: int, num_neg: int, size: int, *, high: float = 5 / 8) -> tupl
 
 
 def _check(mode: str, threshold: float, low: float, high: float, update_size: int | None) -> None:
-    if mode not in MODES:
-        raise ValueError(f"reward_balanced: mode must be one of {', '.join(MODES)}, got {mode!r}.")
-    if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
-        raise ValueError(f"reward_balanced: threshold must be a finite number, got {threshold!r}.")
-    if not 0 < low <= 0.5 <= high < 1:
-        raise ValueError(
-            f"reward_balanced: expected 0 < low <= 1/2 <= high < 1, got low={low!r}, high={high!r}."
-        )
-    if update_size is not None and (not isinstance(update_size, int) or update_size < 1):
-        raise ValueError(
-            f"reward_balanced: update_size must be an integer >= 1 or None, got {update_size!r}."
-        )
+    where = "reward_balanced"
+    check_choice(where, MODES, mode=mode)
+    check_number(where, threshold=threshold)
+    check_number(where, above=0, most=0.5, low=low)
+    check_number(where, least=0.5, below=1, high=high)
+    check_whole(where, least=1, or_none=True, update_size=update_size)
     if update_size is not None and mode != "buffer":
         raise ValueError(
             f"reward_balanced: update_size belongs to mode 'buffer', got mode {mode!r}."

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_whole
 from counterpoise.maths.reduce import groups, seeded_generator
 from counterpoise.stage import Stage, declare
 
@@ -127,8 +128,7 @@ def round_robin(
 
 def check_updates(name: str, num_updates: int, available: int, what: str) -> None:
     """Every update needs at least one prompt (or rollout)."""
-    if not isinstance(num_updates, int) or num_updates < 1:
-        raise ValueError(f"{name}: num_updates must be an integer >= 1, got {num_updates!r}.")
+    check_whole(name, least=1, num_updates=num_updates)
     if available < num_updates:
         raise ValueError(
             f"{name}: {num_updates} updates need at least {num_updates} {what}, got"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_choice, check_whole
 from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import Stage
 
@@ -103,10 +104,7 @@ def constant_length(
 
     Reference: Dr.GRPO, arXiv 2503.20783.
     """
-    if length is not None and (not isinstance(length, int) or length < 1):
-        raise ValueError(
-            f"constant_length: length must be an integer >= 1 or None, got {length!r}."
-        )
+    check_whole("constant_length", least=1, or_none=True, length=length)
     length_N = reduce.cat(mask_NT.sum(1))
     constant = length or max_length or int(length_N.max())
     return _inverse(
@@ -145,8 +143,7 @@ def side_means(
 
 
 def _counted(name: str, mask_NT: Tensor, credit_NT: Tensor, count: str) -> Tensor:
-    if count not in COUNTS:
-        raise ValueError(f"{name}: count must be one of {', '.join(COUNTS)}, got {count!r}.")
+    check_choice(name, COUNTS, count=count)
     return mask_NT if count == "mask" else mask_NT & (credit_NT != 0)
 
 
