@@ -82,7 +82,9 @@ def main() -> None:
     settings = probe_settings(args.probe_set)
     stages.run("flips", lambda: probed(run_dir, "flips", None, {}))
     for step in args.probe_at:
-        scene = stages.run(f"open batch {step}", lambda step=step: open_scene(run_dir, step))
+        scene = stages.run(
+            f"open batch {step}", lambda step=step: open_scene(run_dir, step, trust=True)
+        )
         names = [*AT_EVERY_STEP, *(["drift"] if step == args.probe_at[-1] else [])]
         for name in names if scene else []:
             stages.run(

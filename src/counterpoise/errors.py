@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import re
 from collections.abc import Collection, Iterable
 from typing import Any, NoReturn, TypeGuard
+
+_NAME = r"[^\W\d]\w*"
+_IMPORT_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 
 
 class ConfigError(ValueError):
@@ -25,6 +29,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(known) or '(none)'}."
 
 
+def is_import_path(text: object) -> bool:
+    """Whether a value of a recipe names code, ``your.module:name``; ``import_path`` imports nothing
+    else.
+
+    >>> is_import_path("os:system"), is_import_path("gym"), is_import_path("Answer: {question}")
+    (True, False, False)
+    """
+    return isinstance(text, str) and _IMPORT_PATH.fullmatch(text) is not None
+
+
 def import_path(path: str, where: str) -> Any:
     """What ``your.module:name`` names; ``where`` opens the message if there is no such thing.
 
@@ -33,7 +47,7 @@ def import_path(path: str, where: str) -> Any:
     ValueError: reward 'math:pii': module 'math' has no 'pii'. Did you mean 'pi'? Known: ...
     """
     module, _, name = path.partition(":")
-    if not module or not name:
+    if not is_import_path(path):
         raise ValueError(f"{where}: expected an import path like your.module:name, got {path!r}.")
     try:
         home = importlib.import_module(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,11 +12,16 @@ import pytest
 import torch
 
 import counterpoise as cp
+from counterpoise import probes
 from counterpoise.cli.replay import replay as command
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.probes import open_scene
-from counterpoise.probes.replay import correlations, replay
+from counterpoise.probes.replay import correlations
+from counterpoise.probes.replay import replay as replay_batch
 from helpers.probe_run import small_run
+
+# the run's task is a class of the tests
+open_scene = functools.partial(probes.open_scene, trust=True)
+replay = functools.partial(replay_batch, trust=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def test_replay_restores_between_methods(run: Path, monkeypatch) -> None:
     scene = open_scene(run, 0)
     before = snapshot(scene.policy.model, scene.optimizer)
     monkeypatch.setattr(
-        "counterpoise.probes.replay.open_scene", lambda run_dir, batch_number: scene
+        "counterpoise.probes.replay.open_scene", lambda run_dir, batch_number, trust: scene
     )
     replay(run, 0, ["dapo", "nsr"], apply=True)
     after = snapshot(scene.policy.model, scene.optimizer)
@@ -114,5 +120,5 @@ def test_bad_input_is_one_line(
 
 
 def test_command_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command(run, 0, ["dapo", "grpo"], False, True)
+    command(run, 0, ["dapo", "grpo"], False, trust=True, json_=True)
     assert json.loads(capsys.readouterr().out)["methods"] == ["dapo", "grpo"]

@@ -434,7 +434,7 @@ def test_a_task_and_a_reward_of_ones_own(tmp_path, monkeypatch):
     for name, message in [
         ("own_tasks:Tusk", "module 'own_tasks' has no 'Tusk'. Did you mean 'Task'?"),
         ("own_taskz:Task", "cannot import 'own_taskz'"),
-        ("own_tasks:NoReward", "gave a NoReward without prompts"),
+        ("own_tasks:NoReward", "is not a task: expected a class with prompts"),
         ("own_tasks:", "expected an import path like your.module:name"),
     ]:
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):

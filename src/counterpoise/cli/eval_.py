@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, Trust, print_json, waiting
 
 if TYPE_CHECKING:
     from counterpoise.trainer.config import Config
@@ -44,6 +44,7 @@ def eval_(
     samples: Annotated[int, typer.Option(min=1, help="k of avg@k and pass@k.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Chooses the prompts and the random streams.")] = 0,
+    trust: Trust = False,
     json_: Json = False,
 ) -> None:
     """Measure held-out accuracy: avg@k, unbiased pass@k, bootstrap intervals.
@@ -54,7 +55,7 @@ def eval_(
     """
     from counterpoise.trainer.evaluate import difference
 
-    recipe = _recipe(model, against, config, set_)
+    recipe = _recipe(model, against, config, set_, trust)
     settings = Settings(prompts=prompts, samples=samples, temperature=temperature, seed=seed)
     results = {}
     for name in (model, against) if against else (model,):
@@ -93,14 +94,16 @@ def _line(name: str, result: Evaluation, settings: Settings) -> str:
 
 
 def _recipe(
-    model: str, against: str | None, config: str | None, overrides: list[str] | None
+    model: str, against: str | None, config: str | None, overrides: list[str] | None, trust: bool
 ) -> Config:
     from counterpoise.trainer.config import load_config, parse_config
 
     beside = [Path(name) / "config.yaml" for name in (model, against) if name]
-    files = [config] if config else [str(file) for file in beside if file.is_file()]
+    if config:
+        return load_config(config, overrides)
+    files = [file for file in beside if file.is_file()]
     if files:
-        return load_config(files[0], overrides)
+        return load_config(files[0], overrides, trust=trust)
     if overrides:
         raise ValueError("--set needs --config or a run folder to override.")
     return parse_config({})

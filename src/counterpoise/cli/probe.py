@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, Trust, print_json, waiting
 
 
 def probe(
@@ -35,6 +35,7 @@ def probe(
             "--pool", help="Run nothing; pool the numbers of all batches that were probed."
         ),
     ] = False,
+    trust: Trust = False,
     json_: Json = False,
 ) -> None:
     """Run an experiment on a saved batch of a run.
@@ -49,7 +50,9 @@ def probe(
         summary = (
             probes.pool(run, name)
             if pool
-            else probes.run_probe(run, name, batch, settings_of(set_ or []), fresh=fresh)
+            else probes.run_probe(
+                run, name, batch, settings_of(set_ or []), fresh=fresh, trust=trust
+            )
         )
     if json_:
         print_json(summary)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, Trust, print_json, waiting
 
 
 def replay(
@@ -20,6 +20,7 @@ def replay(
     apply: Annotated[
         bool, typer.Option("--apply", help="Try the update of each, all from one snapshot.")
     ] = False,
+    trust: Trust = False,
     json_: Json = False,
 ) -> None:
     """Put one saved batch through several methods.
@@ -32,7 +33,7 @@ def replay(
     from counterpoise.probes import replay as probe
 
     with waiting(f"replaying batch {batch}"):
-        summary = probe.replay(run, batch, method, apply=apply)
+        summary = probe.replay(run, batch, method, apply=apply, trust=trust)
     if json_:
         print_json(summary)
         return

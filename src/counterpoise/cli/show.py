@@ -10,6 +10,10 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run code that the run folder names: a task, reward or rule."),
+]
 
 
 def print_json(value: object) -> None:

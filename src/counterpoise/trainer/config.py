@@ -12,7 +12,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from counterpoise.errors import ConfigError, nearest
+from counterpoise.errors import ConfigError, is_import_path, nearest
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS, SUCCESS
 
 
@@ -197,8 +197,15 @@ RENAMED = {
 }
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a recipe, apply ``a.b=c`` overrides (values are YAML), check it."""
+def load_config(
+    path: str | Path, overrides: list[str] | None = None, *, trust: bool = True
+) -> Config:
+    """Read a recipe, apply ``a.b=c`` overrides (values are YAML), check it.
+
+    Args:
+        trust: False for the recipe of a run folder, which may be somebody else's: one that names
+            code by import path is an error, unless an override replaces it.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
@@ -211,9 +218,40 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config: {path} must be a mapping of keys, got {type(raw).__name__}.")
+    foreign = {} if trust else import_paths(raw)
     for override in overrides or []:
         _override(raw, override)
+    check_trust(path, foreign, import_paths(raw))
     return parse_config(raw)
+
+
+def import_paths(value: object, key: str = "") -> dict[str, str]:
+    """Every value of a recipe that names code, by its dotted key, wherever it stands.
+
+    >>> import_paths({"task": {"name": "os:system"}, "method": {"credit": ["delta", "my:rule"]}})
+    {'task.name': 'os:system', 'method.credit.1': 'my:rule'}
+    """
+    if is_import_path(value) and not str(value).startswith("gym:"):
+        return {"task.name" if key == "task" else key: str(value)}
+    children = (
+        value
+        if isinstance(value, dict)
+        else dict(enumerate(value))
+        if isinstance(value, list)
+        else {}
+    )
+    parts = [import_paths(child, f"{key}.{name}".lstrip(".")) for name, child in children.items()]
+    return {name: path for part in parts for name, path in part.items()}
+
+
+def check_trust(path: str | Path, foreign: dict[str, str], chosen: dict[str, str]) -> None:
+    """An error for the first import path that the run folder itself chose."""
+    for key, code in foreign.items():
+        if chosen.get(key) == code:
+            raise ConfigError(
+                f"{path}: {key} names the code {code!r}, and a run folder from elsewhere could run"
+                " anything. If it is yours, or you have read that code, add --trust."
+            )
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
