@@ -6,11 +6,11 @@ Axes (suffixes of names)
     K  candidates kept of V
 
 Words, never mixed
-    reward     one number a rollout, from the grader
-    advantage  one signed number a rollout
+    reward     one number per rollout, from the grader
+    advantage  one signed number per rollout
     weight     one number >= 0 a token: how a rollout's advantage is spread
-    credit     one signed number a token: what the loss gets
-    scale      one number a token: the reduction (1/denominator), known for the whole update
+    credit     one signed number per token: what the loss gets
+    scale      one number per token: the reduction (1/denominator), known for the whole update
     coef       minus the derivative of a token's loss by its own log-prob
     plan       which rollouts share an update
 
@@ -143,14 +143,14 @@ class TokenBatch:
 
     def column(self, name: str) -> Tensor:
         """A column by name; a missing one is an error that says how to measure it."""
-        found = self.extra.get(name) if name in self.extra else getattr(self, name, None)
-        if found is None:
+        column = self.extra.get(name) if name in self.extra else getattr(self, name, None)
+        if column is None:
             how = COLUMNS.get(name, "pass it in TokenBatch(extra={...})")
             raise ValueError(
                 f"TokenBatch has no column {name!r}. Measure it: {how}; then"
                 f" batch.replace({name}=...)."
             )
-        return found
+        return column
 
     def replace(self, **columns: Any) -> TokenBatch:
         """A copy with other columns."""

@@ -19,7 +19,7 @@ laws = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChe
 
 @st.composite
 def credited_batches(draw, **options):
-    """A batch and a credit: one number a rollout (the first rule of a chain), or any number a token
+    """A batch and a credit: one number per rollout (the first rule of a chain), or any number a token
     (a later rule).
     """
     batch = draw(ragged_batches(**options))

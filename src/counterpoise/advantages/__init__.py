@@ -1,4 +1,4 @@
-"""One signed number a rollout, from rewards alone.
+"""One signed number per rollout, from rewards alone.
 
 Each is ``fn(reward_N, group_N, *, params) -> advantage_N``.
 

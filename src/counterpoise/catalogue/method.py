@@ -340,7 +340,7 @@ def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
     if credit_NT.shape != mask_NT.shape:
         raise ValueError(
             f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"
-            f" {list(mask_NT.shape)}: one number a token."
+            f" {list(mask_NT.shape)}: one number per token."
         )
     check_finite(f"credit rule {name}", credit_NT, mask_NT)
     return torch.where(mask_NT, credit_NT, 0)

@@ -45,7 +45,7 @@ class Sides(NamedTuple):
         return positive.to(value_M.dtype), negative.to(value_M.dtype)
 
     def spread(self, pair: Pair) -> Tensor:
-        """One number a side -> one number a token."""
+        """One number per side -> one number per token."""
         return torch.cat(
             [one.expand(part.stop - part.start) for one, part in zip(pair, self.parts)]
         )

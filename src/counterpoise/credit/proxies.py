@@ -39,8 +39,8 @@ class Proxy(NamedTuple):
     """v of the credited tokens; ``part`` is a slice of them."""
 
     total: Callable[[Tensor, slice], Tensor]  # (weight_M, part) -> sum over the part of weight * v
-    dot: Callable[[Tensor, slice], Tensor]  # (direction, part) -> v . direction, one number a token
-    squared: Callable[[slice], Tensor]  # part -> |v|^2, one number a token
+    dot: Callable[[Tensor, slice], Tensor]  # (direction, part) -> v . direction, per token
+    squared: Callable[[slice], Tensor]  # part -> |v|^2, one number per token
 
 
 def check_proxy(proxy: str, topk: int | None, temperature: float) -> None:

@@ -165,7 +165,7 @@ def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT
         torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device)
     )
     with sdpa_kernel(SDPBackend.MATH):
-        repeat_RT = at(model, before, lambda m: _measured(m, again, {"trainer_logp_NT"}))[
+        repeat_RT = at(model, before, lambda m: _measure(m, again, {"trainer_logp_NT"}))[
             "trainer_logp_NT"
         ]
     return float((logp_NT[::NOISE_STRIDE] - repeat_RT).abs()[again.mask_NT].max())
@@ -175,7 +175,7 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
     """What the update used and what it did, before any prediction."""
     delta_NT = scores.logp_after_NT - scores.logp_before_NT
     change_NT = change_sign(delta_NT, scores.noise_floor)
-    found = {
+    column = {
         "coef": loss.coef_NT,
         "scale": rows.scale_NT,
         "is_clipped": loss.clipped_NT,
@@ -188,7 +188,7 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
         "is_flip": is_flip(change_NT, rows.advantage_N[:, None]),
         "entropy": scores.entropy_NT,
     }
-    return found if scores.kl_NT is None else found | {"kl": scores.kl_NT}
+    return column if scores.kl_NT is None else column | {"kl": scores.kl_NT}
 
 
 def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def head_response(model: PreTrainedModel, updates: Response | None) -> HeadRespo
 
 def head_state(model: PreTrainedModel, texts: Texts) -> HeadState:
     """What feeds the head at every response token, and the head."""
-    hidden_NTD = _measured(model, texts, {"hidden_NTD"})["hidden_NTD"]
+    hidden_NTD = _measure(model, texts, {"hidden_NTD"})["hidden_NTD"]
     head = backbone(model).head
     assert head is not None
     detached = head._replace(
@@ -264,15 +264,15 @@ def _logp_change(model: PreTrainedModel, before: Params, texts: Texts) -> HeadCh
     """The same for a model whose head is not plain: no distributions, so no KL and no own part."""
     needs = {"trainer_logp_NT", "entropy_NT"}
     first, second = (
-        at(model, before, lambda m: _measured(m, texts, needs)),
-        _measured(model, texts, {"trainer_logp_NT"}),
+        at(model, before, lambda m: _measure(m, texts, needs)),
+        _measure(model, texts, {"trainer_logp_NT"}),
     )
     return HeadChange(
         first["trainer_logp_NT"], second["trainer_logp_NT"], first["entropy_NT"], None, None
     )
 
 
-def _measured(model: PreTrainedModel, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
+def _measure(model: PreTrainedModel, texts: Texts, needs: set[str]) -> dict[str, Tensor]:
     rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
     return measure(
         model, *rollouts, needs, temperature=texts.temperature, token_budget=texts.token_budget

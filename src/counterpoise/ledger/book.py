@@ -125,7 +125,7 @@ class Book:
         assert self._before is not None, "before() comes before after()"
         texts = self.texts.select(rows.row_R)
         facts = self.facts.select(rows.row_R)
-        found = account(
+        entry = account(
             self.model,
             self.optimizer,
             self._before,
@@ -140,15 +140,15 @@ class Book:
             noise_floor=self._noise_floor,
         )
         self._noise_floor = float(
-            found.columns["noise_floor"].max()
+            entry.columns["noise_floor"].max()
         )  # rounding is that of the batch: measured at its first batch
         number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
-        for name, value_RT in (found.columns | {"update": number}).items():
+        for name, value_RT in (entry.columns | {"update": number}).items():
             self._write(name, rows.row_R, value_RT)
         # walking a trie is many small batches: on the CPU, where each costs least
         self.residuals.append(residuals(texts.token_ids_NT.cpu(), on_cpu(rows), on_cpu(loss)))
-        self.taxes.append(tax(found.columns.get("kl"), facts))
-        for note in found.notes:
+        self.taxes.append(tax(entry.columns.get("kl"), facts))
+        for note in entry.notes:
             self._note(note)
         self.let_go()
 
@@ -159,8 +159,8 @@ class Book:
             self._hook.remove()
 
     def table(self, batch_number: int) -> dict[str, Any]:
-        """Columns of ``tokens/batch_*.parquet``: one row a token of the batch; null where the plan
-        left a rollout out.
+        """Columns of ``tokens/batch_*.parquet``: one row per token of the batch; null where the
+        plan left a rollout out.
         """
         return token_table(
             batch_number, self.batch, self.credit, self.facts, self.columns, self.vocabulary

@@ -34,19 +34,19 @@ def token_table(
     """
     mask_NT = batch.mask_NT.cpu()
     flat = {name: value_NT[mask_NT] for name, value_NT in columns.items()}
-    found = {name: _numbers(value) for name, value in flat.items() if name in TOKEN_COLUMNS}
-    found |= {name: _numbers(value) for name, value in flat.items() if name.startswith(PART_PREFIX)}
-    found |= _known(batch_number, batch, credit, mask_NT) | _shared(facts, mask_NT)
+    out = {name: _numbers(value) for name, value in flat.items() if name in TOKEN_COLUMNS}
+    out |= {name: _numbers(value) for name, value in flat.items() if name.startswith(PART_PREFIX)}
+    out |= _known(batch_number, batch, credit, mask_NT) | _shared(facts, mask_NT)
     index = flat["vocabulary_index"]
-    found["text"] = _strings(index, vocabulary)
-    found["category"] = _strings(facts.category_NT.cpu()[mask_NT], facts.category_names)
+    out["text"] = _strings(index, vocabulary)
+    out["category"] = _strings(facts.category_NT.cpu()[mask_NT], facts.category_names)
     if "change" in flat:
-        found |= _labels(flat)
-    missing = {name: _nulls(len(index)) for name in TOKEN_COLUMNS if name not in found}
-    found |= missing
+        out |= _labels(flat)
+    missing = {name: _nulls(len(index)) for name in TOKEN_COLUMNS if name not in out}
+    out |= missing
     return {
-        name: found[name]
-        for name in [*TOKEN_COLUMNS, *(name for name in found if name not in TOKEN_COLUMNS)]
+        name: out[name]
+        for name in [*TOKEN_COLUMNS, *(name for name in out if name not in TOKEN_COLUMNS)]
     }
 
 

@@ -24,6 +24,17 @@ def is_flip(change: Column, advantage: Column) -> Column:
     return change * advantage < 0  # pyright: ignore[reportReturnType]
 
 
+def residual_of(total: Column, size: Column) -> Column:
+    """What is left of numbers that may cancel: |sum| / sum of absolute values; 0 where nothing
+    enters.
+
+    Args:
+        total: sum of the numbers.
+        size: sum of their absolute values.
+    """
+    return abs(total) / (size + (size == 0))  # pyright: ignore[reportReturnType]
+
+
 def by_sign(advantage: Column) -> dict[str, Column]:
     """Tokens of rollouts with positive and with negative advantage."""
     return {"positive": advantage > 0, "negative": advantage < 0}  # pyright: ignore[reportReturnType]

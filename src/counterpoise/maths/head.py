@@ -47,7 +47,7 @@ def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> T
     bfloat16 is off by up to 0.06.
 
     Args:
-        hidden_MD: final hidden states, one row a token.
+        hidden_MD: final hidden states, one row per token.
         head: the model's head.
 
     >>> head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), scale=0.5)
@@ -102,7 +102,7 @@ def head_scores(
     ``logp_m = log softmax(z_m / temperature)[target_m]``, ``entropy_m = -sum_v p_mv log p_mv``.
 
     Args:
-        hidden_MD: final hidden states, one row a token.
+        hidden_MD: final hidden states, one row per token.
         target_M: token ids.
         chunk: tokens whose logits are alive at once (default: 64 MiB of them, 256 MiB on a GPU).
         topk: K; the candidates come in order, largest first.

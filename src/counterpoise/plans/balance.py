@@ -204,7 +204,7 @@ def _inside(
 
 
 def _level(blocks: list[_Block], num_updates: int) -> list[list[_Block]]:
-    """Deal blocks, sorted by share, in hands of one a update: the highest share of a hand to the
+    """Deal blocks, sorted by share, in hands of one per update: the highest share of a hand to the
     update that lags most. Then swap.
     """
     target, updates, excess = _share(blocks), [[] for _ in range(num_updates)], [0.0] * num_updates

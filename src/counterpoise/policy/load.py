@@ -96,8 +96,8 @@ def _folder(path: Path, advice: str) -> Source:
 def _smollm2() -> Source:
     # find_spec of a top-level name imports nothing: the package's own code needs a runtime that we
     # do not
-    found = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    folders = [] if found is None else list(found.submodule_search_locations or [])
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
     for folder in folders:
         if (Path(folder) / SMOLLM2_FILE).is_file():
             return Source(folder, SMOLLM2_FILE)
@@ -175,12 +175,12 @@ def _stop_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: str
 ) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
-    found = [
+    tokens = [
         tokenizer.eos_token_id,
         tokenizer.get_vocab().get(TURN_END),
-        *_listed(getattr(generation, "eos_token_id", None)),
+        *_list(getattr(generation, "eos_token_id", None)),
     ]
-    stop_ids = tuple(sorted({token for token in found if token is not None}))
+    stop_ids = tuple(sorted({token for token in tokens if token is not None}))
     if not stop_ids:
         raise ValueError(
             f"model {spec!r}: the tokenizer has no end-of-sequence token, so no answer could end."
@@ -189,7 +189,7 @@ def _stop_ids(
     return stop_ids
 
 
-def _listed(value: int | Sequence[int] | None) -> list[int]:
+def _list(value: int | Sequence[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 

@@ -158,7 +158,7 @@ def _bucket(
         "with_entropy": "entropy_NT" in names,
         "topk": settings.topk if names & {"topk_ids_NTK", "topk_logp_NTK"} else 0,
     }
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     if parts.head is None:
         _check_hidden(model, names)
         scores = logits_scores(
@@ -166,9 +166,9 @@ def _bucket(
         )
     else:
         hidden_MD = hidden_of(parts, rows)
-        found["hidden_NTD"] = hidden_MD.to(torch.promote_types(hidden_MD.dtype, torch.float32))
+        columns["hidden_NTD"] = hidden_MD.to(torch.promote_types(hidden_MD.dtype, torch.float32))
         if names == {"hidden_NTD"}:
-            return found
+            return columns
         scores = head_scores(
             hidden_MD,
             rows.target_M,
@@ -177,9 +177,9 @@ def _bucket(
             chunk=settings.chunk,
             **options,
         )
-    found |= {"trainer_logp_NT": scores.logp_M, "entropy_NT": scores.entropy_M}
-    found |= {"topk_ids_NTK": scores.topk_ids_MK, "topk_logp_NTK": scores.topk_logp_MK}
-    return {name: found[name] for name in names}
+    columns |= {"trainer_logp_NT": scores.logp_M, "entropy_NT": scores.entropy_M}
+    columns |= {"topk_ids_NTK": scores.topk_ids_MK, "topk_logp_NTK": scores.topk_logp_MK}
+    return {name: columns[name] for name in names}
 
 
 def _check_hidden(model: PreTrainedModel, names: set[str]) -> None:

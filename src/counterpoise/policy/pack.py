@@ -129,12 +129,12 @@ def kernels_without_plans() -> Iterator[None]:
     """Attention without cuDNN for the block: it makes a plan for every new shape, which takes
     longer than the attention, and micro-batches of rollouts hardly ever have a shape twice.
     """
-    kept = torch.backends.cuda.cudnn_sdp_enabled()
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(kept)
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
 def response_lengths(mask_NT: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""A prompt is read once for all its rollouts in a forward, instead of once a rollout.
+"""A prompt is read once for all its rollouts in a forward, instead of once per rollout.
 
 Tokens are laid flat, ``[1, P * W + N * S]``: the distinct prompts, then the responses. A decoder's
 layers work token by token and run as they are; attention alone knows rows, and is ours for the
@@ -185,12 +185,12 @@ def attend(
 @contextmanager
 def own_attention(config: Any) -> Iterator[None]:
     """The model's attention is ``attend`` for the block."""
-    kept = config._attn_implementation
+    implementation = config._attn_implementation
     config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = kept
+        config._attn_implementation = implementation
 
 
 def _split(part: Tensor, num_prompts: int, width: int, num_rows: int) -> tuple[Tensor, Tensor]:

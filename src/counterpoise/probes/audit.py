@@ -87,13 +87,13 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
     """Group, reward and tokens of a rollouts file; the advantage where it is there."""
     from counterpoise.run.parquet import read_columns, require_columns
 
-    advice = f"Expected one row a rollout with {', '.join(NEEDED)}."
+    advice = f"Expected one row per rollout with {', '.join(NEEDED)}."
     require_columns(file, NEEDED, advice)
     column = read_columns(file, (*NEEDED, "advantage")).to_pydict()
     ids = column["token_ids"]
     if not all(isinstance(row, list) for row in ids):
         raise ValueError(
-            f"audit: {file} has one row a token. Give a file with one row a rollout"
+            f"audit: {file} has one row per token. Give a file with one row per rollout"
             " (rollouts/batch_*.parquet)."
         )
     batch = TokenBatch.from_lists(

@@ -78,22 +78,22 @@ def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
 def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
     """The change of every token under a variant, [R, T], and the noise floor."""
     if variant == "head":
-        found = try_update(scene, rows)
-        if found.head_delta_RT is None:
+        change = try_update(scene, rows)
+        if change.head_delta_RT is None:
             raise ValueError(
                 "counterfactual: the model's head is not plain, so there is no head-only update."
                 " Choose another model."
             )
-        return found.head_delta_RT, found.scores.noise_floor
+        return change.head_delta_RT, change.scores.noise_floor
     side, _, fresh = variant.partition("_")
-    found = try_update(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
-    return found.delta_RT, found.scores.noise_floor
+    change = try_update(scene, rows, enters(rows, SIDES[side]), memory=not fresh)
+    return change.delta_RT, change.scores.noise_floor
 
 
 def token_columns(
     scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: float
 ) -> Columns:
-    """One row a token."""
+    """One row per token."""
     mask_RT, names = rows.mask_NT, scene.categories(rows.row_R)
     known = {
         "group": rows.group_N[:, None],
@@ -126,14 +126,14 @@ def category_shares(table: Frame) -> dict[str, Any]:
     """Each category's share of sum |delta|, by variant, beside its share of tokens."""
     names = sorted(table["category"].unique())
     parts = {str(variant): part for variant, part in table.groupby("variant", sort=False)}
-    found = {
+    shares = {
         variant: drawn_shares(part, part["delta"].abs(), names) for variant, part in parts.items()
     }
     first = next(iter(parts.values()))
-    found["tokens"] = drawn_shares(first, np.ones(len(first)), names)
+    shares["tokens"] = drawn_shares(first, np.ones(len(first)), names)
     return {
         variant: {c: number_dict(share_BK[:, k]) for k, c in enumerate(names)}
-        for variant, share_BK in found.items()
+        for variant, share_BK in shares.items()
     }
 
 
@@ -201,21 +201,21 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     for (variant, name), colour in zip(
         names.items(), ("#BBBBBB", "#000000", "#0072B2", "#D55E00", "#009E73")
     ):
-        found = numbers["share_by_category"][variant]
-        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
-        out.add_bar(x=list(found), y=y, error_y=bars, name=name, marker_color=colour, row=1, col=1)
+        shares = numbers["share_by_category"][variant]
+        y, bars = [one["mean"] for one in shares.values()], error_bars(list(shares.values()))
+        out.add_bar(x=list(shares), y=y, error_y=bars, name=name, marker_color=colour, row=1, col=1)
     for key, name, colour in (
         ("", "with momentum", "#000000"),
         ("_fresh", "no momentum", "#CC79A7"),
     ):
-        found = numbers[f"share_full_minus_positives{key}"]
-        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        shares = numbers[f"share_full_minus_positives{key}"]
+        y, bars = [one["mean"] for one in shares.values()], error_bars(list(shares.values()))
         style = {
             "mode": "markers",
             "name": f"difference, {name}",
             "marker": {"color": colour, "size": 9},
         }
-        out.add_scatter(x=list(found), y=y, error_y=bars, **style, row=1, col=2)
+        out.add_scatter(x=list(shares), y=y, error_y=bars, **style, row=1, col=2)
     out.add_hline(y=0, line={"color": "#999"}, row=1, col=2)  # pyright: ignore[reportArgumentType]
     out.update_layout(
         title="Where an update goes, by token category", barmode="group", scattermode="group"

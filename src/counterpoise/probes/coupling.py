@@ -88,12 +88,12 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
 def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
     """The causal probe on the batch's first update as it was taken."""
     rows, model = scene.rows, scene.policy.model
-    found = try_update(scene, rows)
+    change = try_update(scene, rows)
     texts = scene.texts(rows.row_R)
-    weight_RT = found.update.loss.coef_NT * rows.scale_NT * found.update.clip_factor
+    weight_RT = change.update.loss.coef_NT * rows.scale_NT * change.update.clip_factor
     logprobs, scorer = of_model(model, texts, lambda: autocast(model)), of_model(model, texts)
     update = full_update(model, scene.optimizer, logprobs, weight_RT, scorer)
-    return causal_rows(update, rows, texts.token_ids_NT, found.scores.entropy_NT, targets, seed)
+    return causal_rows(update, rows, texts.token_ids_NT, change.scores.entropy_NT, targets, seed)
 
 
 def head_numbers(pairs: Frame) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         1, 2, subplot_titles=titles, horizontal_spacing=0.13, column_widths=[0.38, 0.62]
     )
     for token, colour in (("identical", "#0072B2"), ("different", "#D55E00")):
-        found = {
+        by_level = {
             level: numbers["head"].get(f"{token}/{level}") for level in ("none", "one", "both")
         }
-        found = {level: one for level, one in found.items() if one}
-        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        by_level = {level: one for level, one in by_level.items() if one}
+        mean, bars = [one["mean"] for one in by_level.values()], error_bars(list(by_level.values()))
         out.add_bar(
-            x=list(found),
+            x=list(by_level),
             y=mean,
             error_y=bars,
             name=f"{token} tokens",

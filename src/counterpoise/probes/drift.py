@@ -44,7 +44,7 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
 
 
 def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
-    """One row a prompt and checkpoint; the bank is filled from the earliest saved rollouts on."""
+    """One row per prompt and checkpoint; the bank is filled from the earliest saved rollouts on."""
     bank = solution_bank(scene, size)
     model, optimizer = scene.policy.model, scene.optimizer
     paths = [path for path in checkpoints(scene.run_dir) if batch_of(path) <= scene.batch_number]
@@ -62,14 +62,14 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
                 token_budget=scene.config.token_budget,
             ).split(sizes)
             for k, entry in enumerate(bank):
-                found, (bank[k],) = drift(
+                change, (bank[k],) = drift(
                     [entry], lambda prompts, solutions, k=k, logp=logp: logp[k]
                 )
                 out.append(
                     {
                         "prompt": entry["prompt_id"],
                         "batch": batch_of(path),
-                        **{n: found[n] for n in ("log_odds_change", "entropy")},
+                        **{n: change[n] for n in ("log_odds_change", "entropy")},
                     }
                 )
     finally:
@@ -93,22 +93,22 @@ def solution_bank(scene: Scene, size: int) -> list[Entry]:
 
 
 def extend_bank(bank: list[Entry], size: int, path: Path, success: float) -> list[Entry]:
-    found = read_rollouts(path)
-    batch = found.batch
+    rollouts = read_rollouts(path)
+    batch = rollouts.batch
     ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT, batch.mask_NT)]
-    names = [found.prompts[g].id for g in batch.group_N.tolist()]
+    names = [rollouts.prompts[g].id for g in batch.group_N.tolist()]
     is_solved = (batch.reward_N >= success).tolist()
-    return fill_bank(bank, size, names, found.prompt_ids, ids, is_solved)
+    return fill_bank(bank, size, names, rollouts.prompt_ids, ids, is_solved)
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
     """Drift over training."""
     import plotly.graph_objects as go
 
-    out, found = go.Figure(), numbers["log_odds_change"]
-    mean, bars = [v["mean"] for v in found.values()], error_bars(list(found.values()))
+    out, curve = go.Figure(), numbers["log_odds_change"]
+    mean, bars = [v["mean"] for v in curve.values()], error_bars(list(curve.values()))
     out.add_scatter(
-        x=[int(s) for s in found],
+        x=[int(s) for s in curve],
         y=mean,
         error_y=bars,
         mode="lines+markers",

@@ -116,7 +116,7 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
 
 
 def node_rows(scene: Scene) -> Columns:
-    """One row a node and loss."""
+    """One row per node and loss."""
     batch, logp_NT = scene.collected.batch, off_policy_logp(scene)
     everyone = torch.arange(batch.num_rollouts, device=batch.mask_NT.device)
     advantage_N = make_method("dr_grpo", **BASE).assign(batch).advantage_N
@@ -175,7 +175,7 @@ def off_policy_logp(scene: Scene) -> torch.Tensor:
         with autocast(model):
             texts = scene.texts(torch.arange(batch.num_rollouts))
             rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
-            found = measure(
+            columns = measure(
                 model,
                 *rollouts,
                 {"trainer_logp_NT"},
@@ -184,7 +184,7 @@ def off_policy_logp(scene: Scene) -> torch.Tensor:
             )
     finally:
         restore(saved, model, optimizer)
-    return found["trainer_logp_NT"]
+    return columns["trainer_logp_NT"]
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
@@ -200,10 +200,10 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     for (name, kind), colour in zip(
         (kinds | {"M1 and M2": (True, True)}).items(), ("#0072B2", "#E69F00", "#CC79A7", "#D55E00")
     ):
-        found = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
-        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        of_kind = {loss: one for loss, one in numbers.items() if (one["M1"], one["M2"]) == kind}
+        mean, bars = [one["mean"] for one in of_kind.values()], error_bars(list(of_kind.values()))
         out.add_bar(
-            x=[wrap_title(loss) for loss in found],
+            x=[wrap_title(loss) for loss in of_kind],
             y=mean,
             error_y=bars,
             name=name,

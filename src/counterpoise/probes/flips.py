@@ -44,17 +44,17 @@ def probe(run_dir: Path, batch_number: int, output: Output) -> None:
 
 
 def token_columns(files: list[Path]) -> Columns:
-    """One row a token; tokens that no update saw are left out."""
+    """One row per token; tokens that no update saw are left out."""
     out: Columns = {name: [] for name in COLUMNS}
     for path in files:
-        found = columns_of(path, (*COLUMNS, "delta"))
-        kept = [
+        columns = columns_of(path, (*COLUMNS, "delta"))
+        moved = [
             k
-            for k, (delta, sign) in enumerate(zip(found["delta"], found["sign"]))
+            for k, (delta, sign) in enumerate(zip(columns["delta"], columns["sign"]))
             if delta is not None and sign != 0
         ]
         for name in COLUMNS:
-            out[name] += [found[name][k] for k in kept]
+            out[name] += [columns[name][k] for k in moved]
     return out
 
 
@@ -123,23 +123,23 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         ("flip", "dot", "of all tokens"),
     ):
         for side, colour in COLOURS.items():
-            found = {
+            shares = {
                 int(batch_number): one[quantity][side]
                 for batch_number, one in by_batch.items()
                 if side in one[quantity]
             }
-            y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+            y, bars = [one["mean"] for one in shares.values()], error_bars(list(shares.values()))
             style = {
                 "mode": "lines+markers",
                 "name": f"{side}, {what}",
                 "line": {"color": colour, "dash": dash},
             }
-            out.add_scatter(x=list(found), y=y, error_y=bars, **style, row=1, col=1)
+            out.add_scatter(x=list(shares), y=y, error_y=bars, **style, row=1, col=1)
     for side, colour in COLOURS.items():
-        found = {name: numbers[name][side] for name in CHANGES if side in numbers[name]}
-        y, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        shares = {name: numbers[name][side] for name in CHANGES if side in numbers[name]}
+        y, bars = [one["mean"] for one in shares.values()], error_bars(list(shares.values()))
         out.add_bar(
-            x=list(found),
+            x=list(shares),
             y=y,
             error_y=bars,
             name=f"{side} rollouts",

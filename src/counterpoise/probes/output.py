@@ -66,13 +66,13 @@ class Output:
         """``<name>.parquet``, made and written if it is not there."""
         path = self.folder / f"{name}.parquet"
         if not path.is_file():
-            found = make()
+            data = make()
             write_table(
                 path,
                 (
-                    found
-                    if isinstance(found, dict)
-                    else {key: [row[key] for row in found] for key in (found or [{}])[0]}
+                    data
+                    if isinstance(data, dict)
+                    else {key: [row[key] for row in data] for key in (data or [{}])[0]}
                 ),
             )
         return path
@@ -119,7 +119,7 @@ def pooled_tables(folders: list[Path]) -> dict[str, Frame]:
     """
     names = [path.stem for path in sorted(folders[0].glob("*.parquet"))]
     return {
-        name: join_frames([_shifted(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)])
+        name: join_frames([_shift(read(f / f"{name}.parquet"), k) for k, f in enumerate(folders)])
         for name in names
     }
 
@@ -137,7 +137,7 @@ def join_frames(frames: list[Frame]) -> Frame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _shifted(frame: Frame, k: int) -> Frame:
+def _shift(frame: Frame, k: int) -> Frame:
     out = frame.copy()
     for name in ("group", "pair"):
         if name in frame:  # negative numbers are no groups
@@ -188,9 +188,10 @@ def number_dict(value_B: np.ndarray) -> NumberDict:
     >>> number_dict(np.array([0.5, 0.5, 0.5]))
     {'mean': 0.5, 'low': 0.5, 'high': 0.5}
     """
-    found = interval_of(value_B)._asdict()
+    interval = interval_of(value_B)._asdict()
     return {
-        name: float(f"{value:.6g}") if np.isfinite(value) else None for name, value in found.items()
+        name: float(f"{value:.6g}") if np.isfinite(value) else None
+        for name, value in interval.items()
     }
 
 

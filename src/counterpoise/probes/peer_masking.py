@@ -145,11 +145,11 @@ def causal_rows(
         start, after = update.logp(target), update.logp_after(target)
         for k, bucket in enumerate(BUCKETS):
             pool_RT = candidates(target, bucket, rows, token_ids_RT, is_high_RT, update.weight_RT)
-            found = [(int(r), int(t)) for r, t in pool_RT.nonzero().tolist()]
-            if len(found) < SET_SIZE:
+            pool = [(int(r), int(t)) for r, t in pool_RT.nonzero().tolist()]
+            if len(pool) < SET_SIZE:
                 continue
             rng = np.random.default_rng([seed, *target, k])
-            peers = [found[i] for i in rng.choice(len(found), SET_SIZE, replace=False)]
+            peers = [pool[i] for i in rng.choice(len(pool), SET_SIZE, replace=False)]
             effect = after - update.logp_after(target, peers)
             pull = float(sum(abs(update.weight_RT[peer]) for peer in peers))
             known = {

@@ -138,7 +138,7 @@ def assign(scene: Scene, method: Method) -> Assigned:
 
 
 def credit_columns(scene: Scene, assigned: dict[str, Assigned]) -> dict[str, np.ndarray]:
-    """One row a token: where it is, and its credit under each method."""
+    """One row per token: where it is, and its credit under each method."""
     batch = scene.collected.batch
     mask_NT = batch.mask_NT
     where = {
@@ -179,7 +179,7 @@ def correlations(columns: dict[str, np.ndarray]) -> dict[str, float | None]:
 
 
 def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
-    """Each method's update of the same rows from the same snapshot, one row a token; signs are
+    """Each method's update of the same rows from the same snapshot, one row per token; signs are
     those of the run's own advantages.
     """
     row_R = scene.plan.updates[0]

@@ -175,12 +175,12 @@ def num_prompts(tables: dict[str, Any]) -> dict[str, int]:
     """On how many prompts the intervals rest at most; nothing where no table tells prompts apart
     (negative numbers are no prompts).
     """
-    found = [
+    counts = [
         table["group"][table["group"] >= 0].nunique()
         for table in tables.values()
         if "group" in table
     ]
-    return {"num_prompts": int(max(found))} if found else {}
+    return {"num_prompts": int(max(counts))} if counts else {}
 
 
 def probe_of(name: str) -> Probe:

@@ -132,12 +132,12 @@ def checkpoint_of(run_dir: Path, batch_number: int) -> Path:
     there.
     """
     read_config(run_dir)
-    found = {batch_of(path): path for path in checkpoints(run_dir)}
-    usable = [k for k in found if k in batch_files(run_dir, "rollouts")]
+    saved = {batch_of(path): path for path in checkpoints(run_dir)}
+    usable = [k for k in saved if k in batch_files(run_dir, "rollouts")]
     if batch_number in usable:
-        return found[batch_number]
+        return saved[batch_number]
     have = f"batches with both: {', '.join(map(str, usable))}" if usable else "no batch has both"
-    missing = "saved rollouts" if batch_number in found else "checkpoint"
+    missing = "saved rollouts" if batch_number in saved else "checkpoint"
     raise ValueError(
         f"{run_dir}: no {missing} of batch {batch_number} ({have}). Train with keep_every and"
         " save_rollouts_every to keep checkpoints and rollouts."

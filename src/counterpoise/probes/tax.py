@@ -50,7 +50,7 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
 
 
 def context_columns(scene: Scene) -> Columns:
-    """One row a token and variant."""
+    """One row per token and variant."""
     rows = scene.rows
     mask_RT, kind = rows.mask_NT, kinds(scene, rows)
     context = [kind[r][t] for r, t in mask_RT.nonzero().tolist()]
@@ -78,12 +78,12 @@ def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
     ``discriminating`` at a fork, else ``both_signs``.
     """
     ids_RT = scene.collected.batch.token_ids_NT[rows.row_R]
-    found: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
+    shared: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
     code_RT = torch.full_like(ids_RT, 3)
     for code, is_in_RT in (
-        (1, found.is_both_NT),
-        (2, found.is_fork_NT),
-        (0, found.is_full_NT & found.is_both_NT),
+        (1, shared.is_both_NT),
+        (2, shared.is_fork_NT),
+        (0, shared.is_full_NT & shared.is_both_NT),
     ):
         code_RT[is_in_RT] = code
     return [[CONTEXTS[c] for c in row] for row in code_RT.tolist()]
@@ -137,14 +137,17 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         ("positives", "#0072B2"),
         ("negatives", "#D55E00"),
     ):
-        found = numbers[variant]
-        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        by_context = numbers[variant]
+        mean, bars = (
+            [one["mean"] for one in by_context.values()],
+            error_bars(list(by_context.values())),
+        )
         out.add_bar(
-            x=[labels[name] for name in found],
+            x=[labels[name] for name in by_context],
             y=mean,
             error_y=bars,
             name=variant,
             marker_color=colour,
         )
     out.update_layout(title="KL that one update spends, by kind of context", barmode="group")
-    return out.update_yaxes(title="KL, nats a token, log scale", type="log", dtick=1)
+    return out.update_yaxes(title="KL, nats per token, log scale", type="log", dtick=1)

@@ -16,12 +16,11 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy.precision import autocast
 from counterpoise.probes.output import Drawing, Frame, Output, error_bars, join_frames, means
 from counterpoise.probes.output import Rows as Records
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.updates import Change, try_update
-from counterpoise.sampling import branch
+from counterpoise.sampling import branch, sample_from
 from counterpoise.tasks import grade
 from counterpoise.types import Rows
 
@@ -54,11 +53,11 @@ def probe(
     """
     import pyarrow.parquet as pq
 
-    found = pq.read_table(
+    rows = pq.read_table(
         output.table("pairs", lambda: matched_pairs(scene, pairs, seed, same_prompt))
     ).to_pylist()
     for origin in ORIGINS:
-        of_origin = [row for row in found if row["origin"] == origin]
+        of_origin = [row for row in rows if row["origin"] == origin]
         output.table(
             f"values_{origin}",
             lambda of_origin=of_origin: value_tokens(scene, of_origin, samples, seed),
@@ -93,13 +92,15 @@ def matched_pairs(
                     " Choose another batch."
                 )
         drawing = derived_seed(seed, scene.batch_number, origin)
-        found = match(sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt)
-        if not found:
+        matches = match(
+            sides["boosted"], sides["suppressed"], num, drawing, same_prompt=same_prompt
+        )
+        if not matches:
             raise ValueError(
                 f"value: no prompt of batch {scene.batch_number} has both kinds in {origin}"
                 " rollouts. Leave same_prompt out."
             )
-        for number, both in enumerate(found):
+        for number, both in enumerate(matches):
             for name, k in zip(CHANGES, both):
                 side = sides[name]
                 r, t = int(side.row[k]), int(side.position[k])
@@ -167,8 +168,8 @@ def match(
         else np.zeros(distance.shape, bool)
     )
     first, second = linear_sum_assignment(distance + APART * is_apart)
-    found = [(int(drawn[i]), int(j)) for i, j in zip(first, second) if not is_apart[i, j]]
-    return [(j, i) for i, j in found] if rare else found
+    pairs = [(int(drawn[i]), int(j)) for i, j in zip(first, second) if not is_apart[i, j]]
+    return [(j, i) for i, j in pairs] if rare else pairs
 
 
 def value_tokens(scene: Scene, rows: Records, samples: int, seed: int) -> Records:
@@ -188,16 +189,15 @@ def prefix_values(
     """Mean reward of fresh completions of each prefix, by the policy as it is."""
     config, policy, collected = scene.config, scene.policy, scene.collected
     settings = config.rollouts
-    with autocast(policy.model), torch.random.fork_rng():
-        fresh = branch(
-            policy.model,
+    with torch.random.fork_rng():
+        fresh = sample_from(
+            policy,
             [collected.prompt_ids[r] for r in row],
             prefixes,
             samples,
+            by=branch,
             max_new_tokens=settings.max_new_tokens,
             seed=derived_seed(seed, scene.batch_number, "value"),
-            stop_ids=policy.stop_ids,
-            pad_id=policy.tokenizer.pad_token_id,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -250,20 +250,23 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     )
     out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
     for name, colour in (("boosted", "#0072B2"), ("suppressed", "#D55E00")):
-        found = [numbers[origin]["value"][name] for origin in ORIGINS]
-        mean, x = [one["mean"] for one in found], [f"{origin} rollouts" for origin in ORIGINS]
+        by_origin = [numbers[origin]["value"][name] for origin in ORIGINS]
+        mean, x = [one["mean"] for one in by_origin], [f"{origin} rollouts" for origin in ORIGINS]
         out.add_bar(
-            x=x, y=mean, error_y=error_bars(found), name=name, marker_color=colour, row=1, col=1
+            x=x, y=mean, error_y=error_bars(by_origin), name=name, marker_color=colour, row=1, col=1
         )
     for name, what, colour in (
         ("value", "value", "#555555"),
         ("before", "value before the token", "#AAAAAA"),
         ("gain", "gain by the token", "#009E73"),
     ):
-        found = {origin: numbers[origin][f"{name}_difference"] for origin in (*ORIGINS, "both")}
-        mean, bars = [one["mean"] for one in found.values()], error_bars(list(found.values()))
+        by_origin = {origin: numbers[origin][f"{name}_difference"] for origin in (*ORIGINS, "both")}
+        mean, bars = (
+            [one["mean"] for one in by_origin.values()],
+            error_bars(list(by_origin.values())),
+        )
         out.add_scatter(
-            x=list(found),
+            x=list(by_origin),
             y=mean,
             error_y=bars,
             mode="markers",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.maths.columns import by_context, by_sign
+from counterpoise.maths.columns import by_context, by_sign, residual_of
 from counterpoise.maths.intervals import (
     NONE,
     Interval,
@@ -279,10 +279,8 @@ def residual(frame: Frame) -> list[Row]:
     nodes = nodes[(nodes["up"] > 0) & (nodes["down"] > 0)].reset_index("update")
     if nodes.empty:
         return []
-    left = np.where(
-        nodes["size"] > 0, nodes["sum"].abs() / nodes["size"].where(nodes["size"] > 0, 1), 0
-    )
-    return [Row("residual", _by_update(pd.Series(left, nodes.index), nodes), len(nodes))]
+    left = residual_of(nodes["sum"], nodes["size"])
+    return [Row("residual", _by_update(left, nodes), len(nodes))]
 
 
 def shared_entropy(frame: Frame) -> list[Row]:

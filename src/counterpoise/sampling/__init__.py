@@ -1,6 +1,7 @@
 """Sample rollouts from a policy: whole batches, or fresh completions from a prefix."""
 
 from counterpoise.sampling.branch import branch
+from counterpoise.sampling.policy import sample_from
 from counterpoise.sampling.sample import SAMPLED, Rollouts, sample
 
-__all__ = ["SAMPLED", "Rollouts", "branch", "sample"]
+__all__ = ["SAMPLED", "Rollouts", "branch", "sample", "sample_from"]

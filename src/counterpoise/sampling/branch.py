@@ -79,6 +79,6 @@ def _per_prefix(prompt_ids: Sequence[Any], num_prefixes: int) -> list[Sequence[i
     if len(prompt_ids) != num_prefixes:
         raise ValueError(
             f"branch: {len(prompt_ids)} prompts for {num_prefixes} prefixes, expected one prompt,"
-            " or one a prefix."
+            " or one per prefix."
         )
     return list(prompt_ids)

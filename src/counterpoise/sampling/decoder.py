@@ -85,8 +85,8 @@ def refresh(weights: Weights, model: PreTrainedModel) -> None:
     no copy.
     """
     dtype = weights.head_DV.dtype
-    for kept, layer in zip(weights.layers, model.model.layers):
-        for buffer, value in zip(kept, _fused_layer(layer, dtype)):
+    for buffers, layer in zip(weights.layers, model.model.layers):
+        for buffer, value in zip(buffers, _fused_layer(layer, dtype)):
             if buffer is not None and value is not None and buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
     if weights.head_DV.data_ptr() != model.lm_head.weight.data_ptr():

@@ -318,15 +318,15 @@ class Engine:
             return self._decode(num_slots, seen, settings)
         key = (num_slots, seen, settings)
         if key not in self.graphs:
-            self.graphs[key] = self._captured(num_slots, seen, settings)
+            self.graphs[key] = self._capture(num_slots, seen, settings)
         self.graphs[key].replay()
 
-    def _captured(self, num_slots: int, seen: int, settings: Settings) -> Any:
+    def _capture(self, num_slots: int, seen: int, settings: Settings) -> Any:
         """A graph of one step; the state it starts from is put back after the warm-up that
         capturing needs.
         """
         state = (*self.slots, *self.columns)
-        kept = [tensor.clone() for tensor in state]
+        values = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -335,7 +335,7 @@ class Engine:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._decode(num_slots, seen, settings)
-        for tensor, value in zip(state, kept):
+        for tensor, value in zip(state, values):
             tensor.copy_(value)
         return graph
 

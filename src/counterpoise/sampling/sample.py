@@ -45,7 +45,7 @@ class Rollouts(NamedTuple):
         sampler_logp_NT: log-prob of each token under the distribution it was drawn from (after
             temperature, top-k, top-p); float32.
         entropy_NT: entropy of that distribution, in nats; float32.
-        stop_reason: "stop" (a stop token came) or "length" (``max_new_tokens`` was reached), one a
+        stop_reason: "stop" (a stop token came) or "length" (``max_new_tokens`` was reached), per
             row.
         hidden_NTD, topk_ids_NTK, topk_logp_NTK: as ``measure`` gives them, where the engine was
             asked for them; else None.
@@ -201,13 +201,13 @@ def _extras(filled: Any, needs: frozenset[str] | set[str], length_N: Tensor) -> 
     """
     width = int(length_N.max())
     is_padding_NT1 = (torch.arange(width, device=length_N.device) >= length_N[:, None])[:, :, None]
-    found = {
+    columns = {
         name: getattr(filled, name)[:-1, :width].masked_fill(is_padding_NT1, 0)
         for name in SAMPLED & needs
     }
     return {
         name: c.float() if c.dtype in (torch.bfloat16, torch.float16) else c
-        for name, c in found.items()
+        for name, c in columns.items()
     }
 
 

@@ -83,7 +83,7 @@ class Jsonl:
         first, skip = divmod(start, len(rows))
         passes = count(first) if split == "train" else range(first, 1)
         return islice(
-            (row for number in passes for row in _shuffled(rows, f"jsonl/{split}/{seed}/{number}")),
+            (row for number in passes for row in _shuffle(rows, f"jsonl/{split}/{seed}/{number}")),
             skip,
             None,
         )
@@ -187,5 +187,5 @@ def _is_test(question_id: str, test_frac: float) -> bool:
     return int(question_id, 16) < test_frac * 16 ** len(question_id)
 
 
-def _shuffled(rows: list[Prompt], key: str) -> list[Prompt]:
+def _shuffle(rows: list[Prompt], key: str) -> list[Prompt]:
     return random.Random(key).sample(rows, len(rows))

@@ -62,7 +62,7 @@ def work(connection: Connection) -> None:
         except EOFError:
             return
         if isinstance(message, bytes):
-            task, answer = _loaded(message)
+            task, answer = _load(message)
         else:
             prompt, text, time_limit_s = message
             _arm(time_limit_s + 10)
@@ -71,7 +71,7 @@ def work(connection: Connection) -> None:
         connection.send(answer)
 
 
-def _loaded(pickled: bytes) -> tuple[Any, str]:
+def _load(pickled: bytes) -> tuple[Any, str]:
     try:
         return pickle.loads(pickled), ""
     except Exception as error:

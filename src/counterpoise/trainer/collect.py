@@ -13,7 +13,7 @@ from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.precision import autocast
-from counterpoise.sampling import SAMPLED, Rollouts, sample
+from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.stage import call
 from counterpoise.tasks import Task, grade
 from counterpoise.trainer.config import Config, ConfigError
@@ -177,17 +177,14 @@ class RolloutSampler:
         return encode_prompts(self.policy, texts, chat=self.config.chat, max_prompt_tokens=limit)
 
     def _sample(self, prompt_ids: list[list[int]], *, purpose: str, **settings: Any) -> Rollouts:
-        with autocast(self.policy.model):
-            return sample(
-                self.policy.model,
-                prompt_ids,
-                max_new_tokens=self.config.rollouts.max_new_tokens,
-                temperature=self.config.rollouts.temperature,
-                stop_ids=self.policy.stop_ids,
-                pad_id=self.policy.tokenizer.pad_token_id,
-                seed=derived_seed(self.config.seed, self.batch_number, purpose),
-                **settings,
-            )
+        return sample_from(
+            self.policy,
+            prompt_ids,
+            max_new_tokens=self.config.rollouts.max_new_tokens,
+            temperature=self.config.rollouts.temperature,
+            seed=derived_seed(self.config.seed, self.batch_number, purpose),
+            **settings,
+        )
 
     def _grade(
         self, rollouts: Rollouts, prompts: list[Prompt], group_N: Tensor, row_ids: list[list[int]]

@@ -10,8 +10,7 @@ import numpy as np
 from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstrap
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts
-from counterpoise.policy.precision import autocast
-from counterpoise.sampling import sample
+from counterpoise.sampling import sample_from
 from counterpoise.tasks import grade
 from counterpoise.trainer.collect import prompts_from, responses
 from counterpoise.trainer.config import Config
@@ -50,18 +49,15 @@ def evaluate(
         chat=config.chat,
         max_prompt_tokens=settings.max_prompt_tokens,
     )
-    with autocast(policy.model):
-        rollouts = sample(
-            policy.model,
-            prompt_ids,
-            group_size=samples,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=temperature,
-            stop_ids=policy.stop_ids,
-            pad_id=policy.tokenizer.pad_token_id,
-            seed=derived_seed(seed, 0, "eval"),
-            max_rows=settings.max_rows or 1024,
-        )
+    rollouts = sample_from(
+        policy,
+        prompt_ids,
+        group_size=samples,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=temperature,
+        seed=derived_seed(seed, 0, "eval"),
+        max_rows=settings.max_rows or 1024,
+    )
     texts = responses(policy, rollouts)
     pairs = [(taken[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
     reward_PK = np.array(grade(task, pairs, config.grader_time_limit_s).reward).reshape(

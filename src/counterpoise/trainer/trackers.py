@@ -25,7 +25,7 @@ def open_trackers(config: Config, run_dir: Path, batch_number: int) -> list[Trac
 def check_trackers(config: Config) -> None:
     """A package that is missing is an error that names it, before anything is written."""
     for name in config.trackers:
-        _installed(name)
+        _import(name)
 
 
 def _tensorboard(config: Config, run_dir: Path, batch_number: int) -> Tracker:
@@ -43,7 +43,7 @@ def _tensorboard(config: Config, run_dir: Path, batch_number: int) -> Tracker:
 
 def _wandb(config: Config, run_dir: Path, batch_number: int) -> Tracker:
     return _run_tracker(
-        _installed("wandb"),
+        _import("wandb"),
         config,
         run_dir,
         {"resume": "allow", "id": run_dir.name, "dir": str(run_dir)},
@@ -51,7 +51,7 @@ def _wandb(config: Config, run_dir: Path, batch_number: int) -> Tracker:
 
 
 def _trackio(config: Config, run_dir: Path, batch_number: int) -> Tracker:
-    return _run_tracker(_installed("trackio"), config, run_dir, {"resume": "allow"})
+    return _run_tracker(_import("trackio"), config, run_dir, {"resume": "allow"})
 
 
 def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str, Any]) -> Tracker:
@@ -61,7 +61,7 @@ def _run_tracker(package: Any, config: Config, run_dir: Path, options: dict[str,
     return Tracker(lambda at, numbers: run.log(numbers, step=at), run.finish)
 
 
-def _installed(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:

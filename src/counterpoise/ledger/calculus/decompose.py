@@ -61,7 +61,7 @@ def change_along(
     [[[2.0, 0.0]], [[1.0, 2.0]]]
     """
     num = len(next(iter(direction_C.values())))
-    change = logprobs.along or partial(_differentiated, logprobs.forward, is_batched=is_batched)
+    change = logprobs.along or partial(_differentiate, logprobs.forward, is_batched=is_batched)
     is_one_by_one = logprobs.along is None and not is_batched
     parts = [
         (row_R, change(params, direction_C, row_R))
@@ -74,7 +74,7 @@ def change_along(
 
 
 @torch.no_grad()
-def _differentiated(
+def _differentiate(
     forward: Callable[[Params, Tensor], Tensor],
     params: Params,
     direction_C: Params,
@@ -156,10 +156,10 @@ def decompose(
             direction.mul_(response[name])
         torch.sub(after[name].detach(), before[name].detach(), out=direction[0])
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
-    found = dict(zip(live, changes))
+    change_of = dict(zip(live, changes))
     parts: dict[str, dict[str, Tensor]] = {}
     for axis, keys in _by_axis(list(named)).items():
-        of_axis = {key[1]: found.get(key, torch.zeros_like(predicted_NT)) for key in keys}
+        of_axis = {key[1]: change_of.get(key, torch.zeros_like(predicted_NT)) for key in keys}
         parts[axis] = of_axis | {REST: predicted_NT - sum(of_axis.values())}
     return Decomposition(predicted_NT, parts)
 

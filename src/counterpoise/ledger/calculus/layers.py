@@ -41,7 +41,7 @@ def linear(x_MAD: Tensor, of: Lookup, *layers: nn.Linear) -> Tensor:
     """``[x, dx_c] W^T + [0, x dW_c^T]`` of layers side by side, biases likewise, [M, A, F] in the
     dtype of x.
     """
-    weight_FD, change_CFD = _joined([of(layer.weight) for layer in layers], x_MAD.dtype)
+    weight_FD, change_CFD = _join([of(layer.weight) for layer in layers], x_MAD.dtype)
     out_MAF = (x_MAD.flatten(0, 1) @ weight_FD.T).view(*x_MAD.shape[:2], -1)
     if change_CFD is not None:
         _add_product(
@@ -49,7 +49,7 @@ def linear(x_MAD: Tensor, of: Lookup, *layers: nn.Linear) -> Tensor:
         )
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if biases:
-        bias_F, change_CF = _joined([of(bias) for bias in biases], x_MAD.dtype)
+        bias_F, change_CF = _join([of(bias) for bias in biases], x_MAD.dtype)
         out_MAF[:, 0] += bias_F
         if change_CF is not None:
             out_MAF[:, 1:] += change_CF
@@ -63,7 +63,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return out.addmm_(left, right) if out.ndim == 2 else out.baddbmm_(left, right)
 
 
-def _joined(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
+def _join(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
     values, changes = [part.value.to(dtype) for part in parts], [part.change for part in parts]
     moving = [change for change in changes if change is not None]
     if not moving:
@@ -114,10 +114,10 @@ def heads(
     )
     if hasattr(attention, "q_norm"):
         query, key = norm(query, attention.q_norm, of), norm(key, attention.k_norm, of)
-    return _rotated(query, *turn), _rotated(key, *turn), value
+    return _rotate(query, *turn), _rotate(key, *turn), value
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Linear in x: values and changes alike."""
     wide = x.to(cos.dtype)
     out = wide * cos
@@ -151,7 +151,7 @@ def attention_of_rows(layout: Whole) -> Callable[..., Tensor]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         q, k, v = (part.unflatten(0, (num_rows, length)) for part in (q, k, v))
-        return _attended(q, k, v, seen_1LL, scaling).flatten(0, 1)
+        return _attend(q, k, v, seen_1LL, scaling).flatten(0, 1)
 
     return attention
 
@@ -165,19 +165,19 @@ def attention_of_prompts(layout: Prefixes) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         own_q, own_k, own_v = (part[:cut].unflatten(0, (num_prompts, width)) for part in (q, k, v))
         q, k, v = (part[cut:].unflatten(0, (num_rows, -1)) for part in (q, k, v))
-        first = _attended(own_q, own_k, own_v, seen_1WW, scaling)
+        first = _attend(own_q, own_k, own_v, seen_1WW, scaling)
         k, v = (
             torch.cat([own.index_select(0, layout.prompt_N), part], 1)
             for own, part in ((own_k, k), (own_v, v))
         )
         return torch.cat(
-            [part.flatten(0, 1) for part in (first, _attended(q, k, v, seen_NSL, scaling))]
+            [part.flatten(0, 1) for part in (first, _attend(q, k, v, seen_NSL, scaling))]
         )
 
     return attention
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, scaling: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, scaling: float) -> Tensor:
     """o = P v with P = softmax(s): do = sum_l u_l (v_l - o) + P dv with u = P ds, ds = scaling (dq
     k + q dk).
 

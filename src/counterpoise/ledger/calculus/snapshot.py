@@ -39,11 +39,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
         tensors={name: value.detach().clone() for name, value in _tensors(model).items()},
         grads={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
         slots=[
-            _copied(optimizer.state[p]) if p in optimizer.state else None
+            _copy(optimizer.state[p]) if p in optimizer.state else None
             for p in _parameters(optimizer)
         ],
         settings=[
-            _copied({key: value for key, value in group.items() if key != "params"})
+            _copy({key: value for key, value in group.items() if key != "params"})
             for group in optimizer.param_groups
         ],
         modes=[module.training for module in model.modules()],
@@ -63,9 +63,9 @@ def restore(saved: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer)
         if slot is None:
             optimizer.state.pop(p, None)
         else:
-            optimizer.state[p] = _copied(slot)
+            optimizer.state[p] = _copy(slot)
     for group, settings in zip(optimizer.param_groups, saved.settings):
-        group.update(_copied(settings))
+        group.update(_copy(settings))
     for module, mode in zip(model.modules(), saved.modes):
         module.training = mode
     torch.set_rng_state(saved.cpu_rng)
@@ -81,7 +81,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _copied(slot: dict[str, Any]) -> dict[str, Any]:
+def _copy(slot: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in slot.items()
     }

@@ -34,7 +34,7 @@ def fill_bank(
     prompts. What is in it stays as it is.
 
     Args:
-        prompt_names, prompt_ids, solutions, is_verified: one a rollout.
+        prompt_names, prompt_ids, solutions, is_verified: one per rollout.
 
     >>> bank = fill_bank(
     ...     [], 1, ["a", "a", "a"], [[1], [1], [1]], [[5], [5], [6]], [True, True, True]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from counterpoise.maths.columns import residual_of
 from counterpoise.maths.reduce import groups
 from counterpoise.maths.trie import PrefixNodes, prefix_nodes
 from counterpoise.types import Rows, TokenLoss
@@ -27,10 +28,7 @@ def residual(value_NT: Tensor, nodes: PrefixNodes) -> Tensor:
     >>> residual(torch.tensor([[3.0], [-1.0]]), nodes).tolist()
     [0.5]
     """
-    total_M = nodes.sum(value_NT.abs())
-    return torch.where(
-        total_M > 0, nodes.sum(value_NT).abs() / torch.where(total_M > 0, total_M, 1), 0
-    )
+    return residual_of(nodes.sum(value_NT), nodes.sum(value_NT.abs()))
 
 
 def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:

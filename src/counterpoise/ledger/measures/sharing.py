@@ -55,10 +55,10 @@ def sharing(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor, advantage_N:
     node_NT = nodes.node_NT.clamp(min=0)
     sign_N = advantage_N.sign()
 
-    def counted(is_side_N: Tensor) -> Tensor:
+    def count(is_side_N: Tensor) -> Tensor:
         return nodes.sum((is_side_N[:, None] & mask_NT).long())
 
-    positive_M, negative_M = counted(sign_N > 0), counted(sign_N < 0)
+    positive_M, negative_M = count(sign_N > 0), count(sign_N < 0)
     root_N1 = num_nodes + by_group.index_N[:, None]
     context_NT = torch.cat([root_N1, node_NT[:, :-1]], 1)
     # nodes, then one root a group: the context of its first tokens

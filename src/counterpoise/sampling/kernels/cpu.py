@@ -57,8 +57,8 @@ def _structure(name: str, **fields: str) -> type[ctypes.Structure]:
         "real": ctypes.c_float,
         "flag": ctypes.c_int,
     }
-    found = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": found})
+    typed = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": typed})
 
 
 # the structs of the C source, field by field
@@ -226,13 +226,17 @@ def can_decode(weights: Weights, shape: Shape, cos_LC: Tensor, sin_LC: Tensor) -
         torch.zeros(shape.num_layers, 2, shape.num_kv_heads, 2, shape.head_size) for _ in range(4)
     ]
     with panels(weights, shape, cache[0], cache[1], cos_LC, sin_LC) as model:
-        _, found_BV = decode(model, token_B, position_B)
+        _, logits_BV = decode(model, token_B, position_B)
     expected_BV = (
         plain_decode(weights, shape, token_B, position_B, cache[2], cache[3], cos_LC, sin_LC)
         @ weights.head_DV
     )
     if torch.allclose(
-        found_BV, expected_BV, rtol=1e-3, atol=1e-3 * float(expected_BV.abs().max()), equal_nan=True
+        logits_BV,
+        expected_BV,
+        rtol=1e-3,
+        atol=1e-3 * float(expected_BV.abs().max()),
+        equal_nan=True,
     ):
         return True
     log.warning(
