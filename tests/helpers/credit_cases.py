@@ -19,8 +19,8 @@ laws = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChe
 
 @st.composite
 def credited_batches(draw, **options):
-    """A batch and a credit: one number per rollout (the first rule of a chain), or any number a token
-    (a later rule).
+    """A batch and a credit: one number per rollout (the first rule of a chain), or any number per
+    token (a later rule).
     """
     batch = draw(ragged_batches(**options))
     per_rollout = draw(

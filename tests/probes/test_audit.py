@@ -135,7 +135,9 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rollouts of batch 9; it has batches 3 to 3"):
         audit_plans(write_run(tmp_path / "b"), batch_number=9)
     write_table(tmp_path / "tokens.parquet", {"group": [0], "reward": [1.0], "token_ids": [5]})
-    with pytest.raises(ValueError, match="has one row per token. Give a file with one row per rollout"):
+    with pytest.raises(
+        ValueError, match="has one row per token. Give a file with one row per rollout"
+    ):
         audit_plans(tmp_path / "tokens.parquet")
     (tmp_path / "c.parquet").write_text("no table")
     with pytest.raises(ValueError, match="is not a parquet file"):
