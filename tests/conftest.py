@@ -1,5 +1,5 @@
 """Names of tests, which must be the same in every worker process (functions are named, not printed
-with their address), and fixtures of several files.
+with their address), examples without a clock, and fixtures of several files.
 """
 
 from __future__ import annotations
@@ -8,6 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+
+try:  # verl's environment has no hypothesis
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    # a busy machine must not fail a test: no example has a time limit
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:

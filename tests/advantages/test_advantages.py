@@ -13,7 +13,7 @@ from helpers import reference_advantages as reference
 from helpers.reference_batches import on_ranks
 from helpers.strategies import ragged_batches
 
-untimed = settings(max_examples=50, deadline=None)
+many = settings(max_examples=50)
 COMPARE = ["group_mean", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "fade"]
 ALONE = ["batch_whitened", "signs", "positives_only", "negatives_only", "weighted_signs"]
 SETTINGS = [
@@ -42,14 +42,14 @@ def test_every_estimator_is_tested():
 
 
 @pytest.mark.parametrize(("name", "params"), SETTINGS)
-@untimed
+@many
 @given(batch=ragged_batches(min_group_size=2, max_group_size=5, rewards=(0.0, 0.25, 0.7, 1.0)))
 def test_twin(name, params, batch):
     expected = getattr(reference, name)(batch.reward_N.tolist(), batch.group_N.tolist(), **params)
     close(ADVANTAGES[name](batch.reward_N, batch.group_N, **params), expected)
 
 
-@untimed
+@many
 @given(
     batch=ragged_batches(min_group_size=2, max_group_size=6),
     alpha=st.sampled_from([0.5, 1.0, 1.5, 3.0]),
@@ -143,7 +143,7 @@ def test_a_batch_of_one_has_no_spread():
         ADVANTAGES["batch_whitened"](torch.tensor([1.0]), torch.tensor([0]))
 
 
-@untimed
+@many
 @given(batch=ragged_batches(min_group_size=2, max_group_size=5))
 def test_special_cases(batch):
     reward_N, group_N = batch.reward_N, batch.group_N
@@ -158,7 +158,7 @@ def test_special_cases(batch):
     torch.testing.assert_close(made["leave_one_out"], made["group_mean"] * size_N / (size_N - 1))
 
 
-@untimed
+@many
 @given(
     batch=ragged_batches(min_group_size=2, max_group_size=6),
     alpha=st.floats(0.5, 4.0),
@@ -180,7 +180,7 @@ def test_fade_masses(batch, alpha, delta):
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-@untimed
+@many
 @given(data=st.data(), batch=ragged_batches(min_group_size=2))
 def test_permuting_rollouts_permutes_advantages(name, data, batch):
     order_N = torch.tensor(data.draw(st.permutations(range(batch.num_rollouts))))

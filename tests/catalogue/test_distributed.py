@@ -204,7 +204,7 @@ def ranks(tmp_path_factory):
         for rank, out in enumerate(outs)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=600)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

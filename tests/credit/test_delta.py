@@ -42,7 +42,7 @@ def test_twin(proxy, variant):
 
 @pytest.mark.parametrize("proxy", PROXIES)
 @given(batch=ragged_batches(), seed=st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_twin_on_ragged_batches(proxy, batch, seed):
     batch = with_columns(batch, seed)
     credit_NT = (batch.reward_N - batch.reward_N.mean())[:, None] * batch.mask_NT

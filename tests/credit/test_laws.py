@@ -157,7 +157,7 @@ def on_two_ranks(rule, credit_NT, batch, cut):
     """The rule on two halves of the batch, in two threads that exchange through the hook as ranks
     do.
     """
-    barrier, box, out = threading.Barrier(2, timeout=30), [None, None], [None, None]
+    barrier, box, out = threading.Barrier(2, timeout=600), [None, None], [None, None]
 
     def exchange(rank, value):
         box[rank] = value

@@ -5,7 +5,7 @@ the rule.
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from counterpoise.maths.reduce import LOCAL, seeded_generator
@@ -14,7 +14,7 @@ from counterpoise.types import TokenBatch
 from helpers.strategies import ragged_batches
 
 ADVANTAGES = st.sampled_from([-1.5, -0.5, 0.0, 0.25, 2.0])
-laws = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+laws = settings(max_examples=30)
 
 
 @st.composite

@@ -81,7 +81,7 @@ def on_ranks(calls: list[Callable[[Reduce], Any]]) -> list[Any]:
     without processes.
     """
     slots, out, failed = [None] * len(calls), [None] * len(calls), []
-    barrier = threading.Barrier(len(calls), timeout=30)
+    barrier = threading.Barrier(len(calls), timeout=600)
 
     def pooled(
         rank: int, join: Callable[[list], torch.Tensor]

@@ -42,7 +42,7 @@ def case(sizes):
     return hidden, weight, torch.randint(0, vocab, (num,), generator=generator)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(1, 9))
 def test_phi_equals_the_loops_in_any_slicing(sizes, chunk):
     hidden, weight, target = case(sizes)
@@ -59,7 +59,7 @@ def test_phi_equals_the_loops_in_any_slicing(sizes, chunk):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SIZES)
 def test_phi_bounds(sizes):
     """Identical tokens: phi >= (1 - p_j)(1 - p_k) >= 0. All: |phi| <= 2 (1 - p_j)(1 - p_k)."""

@@ -28,7 +28,7 @@ def lists(batch: TokenBatch) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(batch.token_ids_NT, batch.mask_NT)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ragged_batches(), st.data())
 def test_sharing_equals_loops(batch, data):
     num = batch.num_rollouts
@@ -47,7 +47,7 @@ def test_sharing_equals_loops(batch, data):
         assert not column[~batch.mask_NT].any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ragged_batches(min_group_size=2), st.data())
 def test_residuals_equal_loops(batch, data):
     """Every variant of what enters, averaged over nodes that both signs share; causes are

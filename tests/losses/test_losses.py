@@ -96,7 +96,7 @@ def test_equals_its_twin(name, params):
         assert_twin(name, params, *random_rows(seed))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), batch=ragged_batches(min_group_size=2), pick=st.sampled_from(ALL))
 def test_equals_its_twin_on_ragged_batches(data, batch, pick):
     values = st.sampled_from([-1.5, -0.5, 0.0, 0.25, 1.0])

@@ -17,7 +17,7 @@ from helpers import reference_batches as reference
 from helpers.reference_batches import batch_of, prompts
 from helpers.strategies import ragged_batches
 
-untimed = settings(max_examples=40, deadline=None)
+many = settings(max_examples=40)
 
 # ---- plans
 
@@ -36,7 +36,7 @@ def planned(name, table, num_updates, seed=0, **params):
 
 
 @pytest.mark.parametrize(("name", "params"), PLAN_SETTINGS)
-@untimed
+@many
 @given(
     batch=ragged_batches(max_groups=8, max_group_size=5),
     num_updates=st.integers(1, 4),
@@ -154,7 +154,7 @@ def test_buffer_table(num_pos, num_neg, ready, taken):
         assert quota(num_neg, num_pos, 1024) == taken[::-1]
 
 
-@untimed
+@many
 @given(
     num_pos=st.integers(0, 60),
     num_neg=st.integers(0, 60),
@@ -348,7 +348,7 @@ def test_audit_of_plans_at_128_prompts_of_8():
     assert kept["round_robin"].pairs_kept < 0.25
 
 
-@untimed
+@many
 @given(
     batch=ragged_batches(max_groups=4, max_group_size=5),
     num_updates=st.integers(1, 4),

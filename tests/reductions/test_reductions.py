@@ -42,7 +42,7 @@ def steps_of(draw):
         ("side_means", {}),
     ],
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(update=steps_of())
 def test_reduction_twin(name, params, update):
     mask_NT, credit_NT, advantage_N = update

@@ -87,8 +87,8 @@ def test_raising_and_non_finite_graders_fail_and_are_named(user_task):
 
 @pytest.mark.parametrize("how", ["loop", "swallow", "stuck in C"])
 def test_a_hanging_grader_is_cut(user_task, how):
-    grades = grade(user_task, pairs("right", how, "right"), time_limit_s=1.0, num_workers=1)
-    assert grades == Grades([1.0, 0.0, 1.0], 0, 1, ["prompt p1: the grader took more than 1 s"])
+    grades = grade(user_task, pairs("right", how, "right"), time_limit_s=5.0, num_workers=1)
+    assert grades == Grades([1.0, 0.0, 1.0], 0, 1, ["prompt p1: the grader took more than 5 s"])
 
 
 def test_a_grader_that_ends_its_process_fails_alone(user_task):

@@ -169,7 +169,7 @@ def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
     while process.poll() is None and not read_jsonl(watched):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 0, error
     (kept,) = checkpoint.checkpoints(Path(recipe["run_dir"]))
     done = json.loads((kept / "state.json").read_text())["batch_number"]

@@ -357,4 +357,4 @@ def test_the_command_serves_and_stops(run_dir):
         with pytest.raises(OSError), socket.create_connection((other, port), timeout=5):
             pass
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=120)
+    process.wait(timeout=600)
