@@ -7,9 +7,11 @@ never a traceback.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from counterpoise.errors import nearest
@@ -84,7 +86,7 @@ def run_command(command: str, args: list[str]) -> None:
             add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
         )
         module = importlib.import_module(f"counterpoise.cli.{name}")
-        app.command(name=command)(getattr(module, name))
+        app.command(name=command)(interruptible(getattr(module, name)))
         app(args=args, prog_name=f"counterpoise {command}")
     except ModuleNotFoundError as error:
         fail(missing_package(command, error))
@@ -94,6 +96,20 @@ def run_command(command: str, args: list[str]) -> None:
         fail(str(error))
     except OSError as error:
         fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def interruptible(function: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C is a line and exit code 130; the option parser would call it an abort, exit code 1."""
+
+    @functools.wraps(function)
+    def run(*args: object, **options: object) -> None:
+        try:
+            function(*args, **options)
+        except KeyboardInterrupt:
+            print("counterpoise: interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return run
 
 
 def missing_package(command: str, error: ModuleNotFoundError) -> str:

@@ -53,6 +53,7 @@ def eval_(
 
     Example: `counterpoise eval runs/demo --against bundled --samples 8`
     """
+    from counterpoise.text import visible
     from counterpoise.trainer.evaluate import difference
 
     recipe = _recipe(model, against, config, set_, trust)
@@ -70,6 +71,8 @@ def eval_(
         return
     for name, result in results.items():
         print(_line(name, result, settings))
+        for warning in _warnings(result):
+            print(visible(f"warning: {name}: {warning}"))
     if paired:
         mean, low, high = (100 * x for x in paired)
         verdict = "within noise" if low <= 0 <= high else "beyond noise"
@@ -81,6 +84,13 @@ def eval_(
 
 def _as_json(result: Evaluation) -> dict[str, object]:
     return {**result._asdict(), "reward_PK": result.reward_PK.tolist(), "texts": None}
+
+
+def _warnings(result: Evaluation) -> list[str]:
+    from counterpoise.trainer.warn import grader_warning
+
+    num = result.reward_PK.size
+    return grader_warning(result.grader_messages, result.num_grader_failures, num)
 
 
 def _line(name: str, result: Evaluation, settings: Settings) -> str:

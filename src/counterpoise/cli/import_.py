@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, command_line, print_json, waiting
 
 
 def import_(
@@ -44,4 +44,4 @@ def import_(
         print_json({"run_dir": str(out), "rollouts": batches})
         return
     print(f"{sum(batches.values())} rollouts of {len(batches)} batch(es) in {visible(out)}")
-    print(f"See them: counterpoise view {visible(out)}")
+    print(visible(f"See them: {command_line('view', out)}"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, command_line, print_json, waiting
 
 
 def report(
@@ -43,4 +43,4 @@ def report(
         print(f"missing: {visible(problem)}")
     print(f"Open {visible(path)}")
     if len(runs) == 1:
-        print(f"See its tokens: counterpoise view {visible(runs[0])}")
+        print(visible(f"See its tokens: {command_line('view', runs[0])}"))

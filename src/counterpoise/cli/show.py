@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +19,30 @@ Trust = Annotated[
     bool,
     typer.Option("--trust", help="Run code that the run folder names: a task, reward or rule."),
 ]
+
+
+def command_line(*words: object) -> str:
+    """``counterpoise WORDS``, to be copied into a shell of this folder."""
+    return f"{program()} {shlex.join(map(str, words))}"
+
+
+def program() -> str:
+    """How this program is called from here: by its name where that finds it, else by its path."""
+    script = Path(sys.argv[0])
+    if script.name != "__main__.py":
+        return _callable(script)
+    return f"{_callable(Path(sys.executable), 'python')} -m counterpoise"
+
+
+def _callable(file: Path, name: str | None = None) -> str:
+    """The name of a program on the PATH if that is this very file, else its path from here."""
+    name = name or file.name
+    on_path = shutil.which(name)
+    if on_path and os.path.samefile(os.path.dirname(on_path), file.parent):
+        return name
+    here = Path.cwd()
+    absolute = Path(os.path.abspath(file))
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 def print_json(value: object) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json
+from counterpoise.cli.show import Json, command_line, print_json
+from counterpoise.text import visible
 
 if TYPE_CHECKING:
     from counterpoise.trainer.loop import Result
 
 
 def train(
-    config: Annotated[str, typer.Argument(help="A recipe, for example recipes/demo.yaml.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe of your own, or the name of one that comes with the package: demo."
+        ),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Override a key: --set optimizer.lr=1e-5 (repeatable)."),
@@ -29,6 +36,8 @@ def train(
 ) -> None:
     """Train a model by a recipe; everything that happened is in the run folder.
 
+    Ctrl-C ends the run after its batch, with a checkpoint and exit code 130; a second one at once.
+
     Example: `counterpoise train recipes/demo.yaml --set method.name=dapo --set run_dir=runs/dapo`
     """
     from counterpoise.trainer.config import load_config
@@ -37,17 +46,24 @@ def train(
         raise ValueError("--resume continues a run and --fresh replaces it: choose one.")
     recipe = load_config(config, set_)  # before the slow imports: a wrong recipe is said at once
     from counterpoise.trainer import loop
+    from counterpoise.trainer.interrupt import INTERRUPTED
     from counterpoise.trainer.progress import Progress
 
     result = loop.train(recipe, resume=resume, fresh=fresh, progress=Progress(quiet=json_))
     if json_:
         print_json(result._asdict())
     else:
-        print(summary(result, config))
+        print(visible(summary(result, ["train", config, *_repeated(set_)]), keep="\n"))
+    if not result.is_finished:
+        sys.exit(INTERRUPTED)
 
 
-def summary(result: Result, config: str) -> str:
-    """What a person wants to know at the end, and what to do next."""
+def summary(result: Result, command: list[str]) -> str:
+    """What a person wants to know at the end, and what to do next.
+
+    Args:
+        command: what the run was started with, without --fresh and --resume.
+    """
     lines = []
     if result.first and result.last:
         first, last = (
@@ -60,11 +76,15 @@ def summary(result: Result, config: str) -> str:
         )
     if not result.is_finished:
         lines.append(
-            f"stopped after batch {result.batch_number}; continue with:"
-            f" counterpoise train {config} --resume"
+            f"stopped after {result.batch_number} batches; continue with:"
+            f" {command_line(*command, '--resume' if result.batch_number else '--fresh')}"
         )
     lines.append(f"run folder: {result.run_dir}")
-    lines.append(f"next: counterpoise report {result.run_dir}, counterpoise view {result.run_dir}")
     if importlib.util.find_spec("plotly") is None:
         lines.append("report and view need more packages: pip install 'counterpoise[report]'")
+    lines += [f"next: {command_line(name, result.run_dir)}" for name in ("report", "view")]
     return "\n".join(lines)
+
+
+def _repeated(settings: list[str] | None) -> list[str]:
+    return [word for setting in settings or [] for word in ("--set", setting)]

@@ -47,8 +47,10 @@ def add_corrections(
     answers = sampler.answer(rollouts, failed, prompts, samples=corrections, purpose="corrections")
     best = _best(rollouts, answers, failed, threshold, edit_cost)
     if not best:
-        failures = rollouts.num_grader_failures + answers.num_grader_failures
-        return rollouts._replace(num_grader_failures=failures)
+        return rollouts._replace(
+            num_grader_failures=rollouts.num_grader_failures + answers.num_grader_failures,
+            grader_messages=rollouts.grader_messages + answers.grader_messages,
+        )
     return rollouts.extend(sampler.score(answers.select(best)))
 
 

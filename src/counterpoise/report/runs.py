@@ -23,6 +23,7 @@ OBSERVERS = (
         "optimizer.compile",
         "rollouts.max_rows",
         "grader_time_limit_s",
+        "grader_max_failed_frac",
     ),
     *("seed", "run_dir", "trackers", "project", "ledger", "eval.every"),
     *("checkpoint_every", "keep_checkpoints", "keep_every", "save_rollouts_every"),

@@ -18,6 +18,8 @@ from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
 TEST_FRAC = 0.1
+MAX_DRAWS = 2_000
+MAX_TERMS = 1_000
 
 # name -> terms, largest number, largest running total
 DIFFICULTIES = {"easy": (4, 12, 30), "medium": (6, 12, 30), "hard": (8, 20, 99)}
@@ -78,6 +80,8 @@ class Arithmetic:
                 raise ValueError(
                     f"arithmetic: {name} must be a whole number of at least 2, got {value!r}."
                 )
+            if name == "terms" and value > MAX_TERMS:
+                raise ValueError(f"arithmetic: terms must be at most {MAX_TERMS}, got {value}.")
 
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
         """The endless stream of a split from position ``start``; item k depends on (split, seed, k)
@@ -89,31 +93,43 @@ class Arithmetic:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the text ends with the closing sentence and the right number, else 0.0."""
-        found = _CLOSING.search(text)
-        return float(found is not None and found[1] == prompt.answer)
+        closing = _CLOSING.search(text)
+        return float(closing is not None and closing[1] == prompt.answer)
 
     def _prompt(self, split: str, seed: int, position: int) -> Prompt:
         rng = random.Random(
             f"arithmetic/{split}/{seed}/{position}/{self.terms}/{self.max_number}/{self.max_total}"
         )
-        while True:
+        for _ in range(MAX_DRAWS):
             numbers = self._numbers(rng)
             problem = expression(numbers)
             if split_of(problem) == split:
                 return Prompt(
                     problem, f"What is {problem}?", str(sum(numbers)), {"numbers": numbers}
                 )
+        raise self._nothing(f"no {split} problem")
 
     def _numbers(self, rng: random.Random) -> tuple[int, ...]:
         assert self.terms is not None
         assert self.max_number is not None
         assert self.max_total is not None
-        numbers = [rng.randint(1, min(self.max_number, self.max_total))]
-        while len(numbers) < self.terms:
+        total = rng.randint(1, min(self.max_number, self.max_total))
+        numbers = [total]
+        for _ in range(MAX_DRAWS * self.terms):
             number = rng.randint(1, self.max_number) * rng.choice((1, -1))
-            if 0 <= sum(numbers) + number <= self.max_total:
+            if 0 <= total + number <= self.max_total:
                 numbers.append(number)
-        return tuple(numbers)
+                total += number
+            if len(numbers) == self.terms:
+                return tuple(numbers)
+        raise self._nothing("no sum whose running total stays below max_total")
+
+    def _nothing(self, what: str) -> ValueError:
+        return ValueError(
+            f"arithmetic: {what} in {MAX_DRAWS} draws with terms {self.terms}, max_number"
+            f" {self.max_number}, max_total {self.max_total}. Choose a max_number nearer to"
+            " max_total, or more terms."
+        )
 
 
 def expression(numbers: tuple[int, ...]) -> str:

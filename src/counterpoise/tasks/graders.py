@@ -5,14 +5,18 @@ counted and reported.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from counterpoise.tasks.workers import POOL, verdict
+from counterpoise.tasks.workers import POOL, Graded, Verdict, verdict
 from counterpoise.types import Prompt
 
 if TYPE_CHECKING:
     from counterpoise.tasks import Task
+
+HANGS = 8  # so many graders in a row that run out of time are not waited for any longer
+ADVICE = "Mend the reward function; grader_max_failed_frac says how many may fail."
 
 
 class Grades(NamedTuple):
@@ -25,12 +29,18 @@ class Grades(NamedTuple):
     num_timed_out: int
     messages: list[str]
 
+    @property
+    def num_faults(self) -> int:
+        return self.num_failed + self.num_timed_out
+
 
 def grade(
     task: Task,
     pairs: Sequence[tuple[Prompt, str]],
     time_limit_s: float = 5.0,
     num_workers: int | None = None,
+    max_failed_frac: float = 1.0,
+    where: str = "grade",
 ) -> Grades:
     """The rewards of (prompt, text) pairs, whatever the grader does.
 
@@ -39,8 +49,11 @@ def grade(
             and has to be picklable.
         pairs: the rollouts.
         time_limit_s: seconds that one rollout may take; trusted tasks are not timed.
-        num_workers: processes that share the work (default: one a core, 2 to 8); does not change
+        num_workers: processes that share the work (default: one per core, 2 to 8); does not change
             the result.
+        max_failed_frac: more failures than this share of the rollouts are an error, raised as soon
+            as it is certain; 1 allows all of them.
+        where: opens that error.
 
     >>> from counterpoise.tasks.arithmetic import Arithmetic
     >>> grade(
@@ -59,18 +72,42 @@ def grade(
             f" and {num_workers}."
         )
     if getattr(task, "is_trusted", False):
-        verdicts = [verdict(task, prompt, text) for prompt, text in pairs]
+        stream = (Graded(k, verdict(task, *pair)) for k, pair in enumerate(pairs))
     else:
-        verdicts = POOL.verdicts(task, pairs, time_limit_s, num_workers)
-    faults = [found.fault for found in verdicts]
+        stream = POOL.verdicts(task, pairs, time_limit_s, num_workers)
+    verdicts: dict[int, Verdict] = {}
+    with closing(stream):  # an error leaves no worker with a rollout in hand
+        for item, one in stream:
+            verdicts[item] = one
+            if one.fault and (problem := too_many(verdicts, len(pairs), max_failed_frac)):
+                raise ValueError(f"{where}: {problem}. {first_fault(pairs, verdicts)}. {ADVICE}")
+    return grades(pairs, [verdicts[item] for item in range(len(pairs))])
+
+
+def grades(pairs: Sequence[tuple[Prompt, str]], verdicts: Sequence[Verdict]) -> Grades:
+    """The verdicts of all rollouts as columns."""
+    faults = [one.fault for one in verdicts]
     messages = [
-        f"prompt {prompt.id}: {found.message}"
-        for (prompt, _), found in zip(pairs, verdicts)
-        if found.fault
+        f"prompt {prompt.id}: {one.message}"
+        for (prompt, _), one in zip(pairs, verdicts)
+        if one.fault
     ]
-    return Grades(
-        [found.reward for found in verdicts],
-        faults.count("failed"),
-        faults.count("timed out"),
-        messages,
-    )
+    reward = [one.reward for one in verdicts]
+    return Grades(reward, faults.count("failed"), faults.count("timed out"), messages)
+
+
+def too_many(verdicts: Mapping[int, Verdict], num_rollouts: int, max_failed_frac: float) -> str:
+    """What is wrong if more graders failed than may, or if the first ones all ran out of time."""
+    faults = [one.fault for one in verdicts.values()]
+    num = len(faults) - faults.count("")
+    if max_failed_frac < 1 and len(faults) >= HANGS and set(faults) == {"timed out"}:
+        return f"the grader ran out of time on each of the first {num} rollouts"
+    if num > max_failed_frac * num_rollouts:
+        return f"the grader failed on {num} of the first {len(faults)} rollouts (of {num_rollouts})"
+    return ""
+
+
+def first_fault(pairs: Sequence[tuple[Prompt, str]], verdicts: Mapping[int, Verdict]) -> str:
+    """The first rollout whose grader failed, and how."""
+    item = min(item for item, one in verdicts.items() if one.fault)
+    return f"First, prompt {pairs[item][0].id}: {verdicts[item].message}"

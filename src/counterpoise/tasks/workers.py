@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,13 @@ class Verdict(NamedTuple):
     reward: float
     fault: str = ""
     message: str = ""
+
+
+class Graded(NamedTuple):
+    """The number of a rollout, and its verdict."""
+
+    item: int
+    verdict: Verdict
 
 
 def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
@@ -164,7 +171,7 @@ class Worker:
         self.item, self.deadline = item, time.monotonic() + time_limit_s
         self.connection.send((*pair, time_limit_s))
 
-    def end(self, time_limit_s: float) -> tuple[int, Verdict] | None:
+    def end(self, time_limit_s: float) -> Graded | None:
         """The rollout in hand and its verdict, or None while there is time left."""
         assert self.item is not None
         if self.connection.poll():
@@ -175,7 +182,7 @@ class Worker:
         else:
             return None
         item, self.item = self.item, None
-        return item, result
+        return Graded(item, result)
 
     def _answer(self) -> Verdict:
         try:
@@ -201,11 +208,11 @@ class Pool:
 
     def verdicts(
         self, task: Task, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
-    ) -> list[Verdict]:
-        """The verdicts in the order of the pairs."""
+    ) -> Generator[Graded, None, None]:
+        """The verdicts of all pairs, in the order in which they come."""
         with self.lock:
             try:
-                return self._verdicts(sent(task, pairs), pairs, time_limit_s, num_workers)
+                yield from self._verdicts(sent(task, pairs), pairs, time_limit_s, num_workers)
             except BaseException:
                 # a worker may be in the middle of a rollout of this call; its answer must not reach
                 # the next one
@@ -214,10 +221,9 @@ class Pool:
 
     def _verdicts(
         self, sent: Sent, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
-    ) -> list[Verdict]:
-        waiting = list(range(len(pairs)))[::-1]
-        found: dict[int, Verdict] = {}
-        while len(found) < len(pairs):
+    ) -> Iterator[Graded]:
+        waiting, num_open = list(range(len(pairs)))[::-1], len(pairs)
+        while num_open:
             for slot in range(num_workers):
                 if waiting and (slot >= len(self.workers) or self.workers[slot].item is None):
                     item = waiting.pop()
@@ -227,8 +233,10 @@ class Pool:
                 [worker.connection for worker in busy],
                 max(0.0, min(worker.deadline for worker in busy) - time.monotonic()),
             )
-            found.update(done for worker in busy if (done := worker.end(time_limit_s)) is not None)
-        return [found[item] for item in range(len(pairs))]
+            for worker in busy:
+                if (graded := worker.end(time_limit_s)) is not None:
+                    num_open -= 1
+                    yield graded
 
     def _ready(self, slot: int, sent: Sent) -> Worker:
         if slot >= len(self.workers):

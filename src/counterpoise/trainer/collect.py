@@ -15,7 +15,7 @@ from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.precision import autocast
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.stage import call
-from counterpoise.tasks import Task, grade
+from counterpoise.tasks import Grades, Task, grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
@@ -30,15 +30,25 @@ def collect(method: Method, sampler: RolloutSampler) -> RolloutBatch:
 
 
 def prompts_from(task: Task, split: str, seed: int, start: int, num: int) -> list[Prompt]:
-    """The next prompts of a stream; one that ends is begun again."""
+    """The next prompts of a stream; a train stream that ends is begun again."""
     taken = list(itertools.islice(task.prompts(split, seed, start=start), num))
+    if len(taken) < num and split == "train":
+        whole = list(itertools.islice(task.prompts(split, seed, start=0), start + num))
+        taken = [whole[at % len(whole)] for at in range(start, start + num) if whole]
     if not taken:
         raise ConfigError(f"task: no prompts in split {split!r}.")
-    while len(taken) < num and split == "train":
-        taken += list(
-            itertools.islice(task.prompts(split, seed, start=start + len(taken)), num - len(taken))
-        )
     return taken
+
+
+def check_start(task: Task, seed: int, prompts: list[Prompt]) -> None:
+    """A stream starts where it is told to; otherwise every batch would have the same prompts."""
+    later = next(iter(task.prompts("train", seed, start=1)), None)
+    if later is not None and len(prompts) > 1 and later.id != prompts[1].id:
+        raise ConfigError(
+            f"task: prompts('train', {seed}, start=1) begins with {later.id!r}, and the second"
+            f" prompt from start=0 is {prompts[1].id!r}. Prompt k must depend on split, seed and k"
+            " alone."
+        )
 
 
 def check_prompts(policy: Policy, task: Task, config: Config) -> None:
@@ -46,6 +56,7 @@ def check_prompts(policy: Policy, task: Task, config: Config) -> None:
     the length limit, a test split.
     """
     taken = prompts_from(task, "train", config.seed, 0, config.rollouts.prompts)
+    check_start(task, config.seed, taken)
     if config.eval.every:
         taken += prompts_from(task, "test", 0, 0, config.eval.prompts)
     encode_prompts(
@@ -76,6 +87,19 @@ def measure_columns(
             ref_model=reference,
         )
     return collected._replace(batch=batch.replace(**columns))
+
+
+def grade_rollouts(
+    task: Task, pairs: Sequence[tuple[Prompt, str]], config: Config, where: str
+) -> Grades:
+    """Rewards under the limits of the recipe."""
+    return grade(
+        task,
+        pairs,
+        config.grader_time_limit_s,
+        max_failed_frac=config.grader_max_failed_frac,
+        where=where,
+    )
 
 
 def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
@@ -192,7 +216,7 @@ class RolloutSampler:
         """Rollouts with their texts and rewards; rollout i answers ``prompts[group_N[i]]``."""
         texts = responses(self.policy, rollouts)
         asked = [(prompts[p], text) for p, text in zip(group_N.tolist(), texts)]
-        graded = grade(self.task, asked, self.config.grader_time_limit_s)
+        graded = grade_rollouts(self.task, asked, self.config, f"batch {self.batch_number}")
         batch = TokenBatch(
             token_ids_NT=rollouts.token_ids_NT.clone(),
             mask_NT=rollouts.mask_NT.clone(),
@@ -210,6 +234,6 @@ class RolloutSampler:
             texts=texts,
             stop_reason=list(rollouts.stop_reason),
             batch=batch,
-            num_grader_failures=graded.num_failed + graded.num_timed_out,
-            grader_messages=list(graded.messages),
+            num_grader_failures=graded.num_faults,
+            grader_messages=graded.messages,
         )

@@ -141,6 +141,9 @@ class Config(Section):
     """Train adapters instead of all weights; null trains all weights."""
     grader_time_limit_s: float = Field(default=10.0, gt=0)
     """Seconds that grading one rollout may take; then its reward is 0."""
+    grader_max_failed_frac: float = Field(default=0.5, ge=0, le=1)
+    """Share of a batch's graders that may fail (raise, hang, return no number) before the run
+    stops; 1 never stops it."""
     checkpoint_every: int = Field(default=10, ge=0)
     """Batches between two checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = Field(default=1, ge=1)
@@ -189,6 +192,8 @@ class Config(Section):
         return value
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+
 # keys of older recipes
 RENAMED = {
     **RENAMED_CONFIG_KEYS,
@@ -203,15 +208,11 @@ def load_config(
     """Read a recipe, apply ``a.b=c`` overrides (values are YAML), check it.
 
     Args:
+        path: a file, or the name of a recipe that comes with the package.
         trust: False for the recipe of a run folder, which may be somebody else's: one that names
             code by import path is an error, unless an override replaces it.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(
-            f"config: no file {str(path)!r}. Recipes are in recipes/, for example"
-            " recipes/demo.yaml."
-        )
+    file = recipe_file(path)
     try:
         raw = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
@@ -252,6 +253,21 @@ def check_trust(path: str | Path, foreign: dict[str, str], chosen: dict[str, str
                 f"{path}: {key} names the code {code!r}, and a run folder from elsewhere could run"
                 " anything. If it is yours, or you have read that code, add --trust."
             )
+
+
+def recipe_file(path: str | Path) -> Path:
+    """The file of a recipe: a file of the user's own, or one of the package by its name.
+
+    >>> recipe_file("demo").name
+    'demo.yaml'
+    """
+    known = {file.stem: file for file in RECIPES.glob("*.yaml")}
+    file = Path(path) if Path(path).is_file() else known.get(str(path))
+    if file is None:
+        raise ConfigError(
+            f"config: no file {str(path)!r}, and no such recipe. {nearest(str(path), known)}"
+        )
+    return file
 
 
 def parse_config(raw: dict[str, Any]) -> Config:

@@ -11,8 +11,7 @@ from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstra
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.sampling import sample_from
-from counterpoise.tasks import grade
-from counterpoise.trainer.collect import prompts_from, responses
+from counterpoise.trainer.collect import grade_rollouts, prompts_from, responses
 from counterpoise.trainer.config import Config
 
 
@@ -24,6 +23,8 @@ class Evaluation(NamedTuple):
     pass_at: dict[int, float]
     mean_length: float
     texts: list[list[str]]
+    num_grader_failures: int
+    grader_messages: list[str]
 
 
 def evaluate(
@@ -60,15 +61,16 @@ def evaluate(
     )
     texts = responses(policy, rollouts)
     pairs = [(taken[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
-    reward_PK = np.array(grade(task, pairs, config.grader_time_limit_s).reward).reshape(
-        len(taken), samples
-    )
+    graded = grade_rollouts(task, pairs, config, "evaluation")
+    reward_PK = np.array(graded.reward).reshape(len(taken), samples)
     return Evaluation(
         reward_PK=reward_PK,
         accuracy=over_prompts(reward_PK.mean(1), seed),
         pass_at={k: pass_at_k(reward_PK >= config.success, k) for k in powers_of_two(samples)},
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
+        num_grader_failures=graded.num_faults,
+        grader_messages=graded.messages,
     )
 
 
@@ -91,6 +93,7 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
         "eval/length": evaluation.mean_length,
+        "eval/num_grader_failures": evaluation.num_grader_failures,
         **passed,
     }
 

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +22,12 @@ from counterpoise.policy.precision import autocast
 from counterpoise.run import checkpoint, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import checkpoints, read_jsonl
+from counterpoise.tasks import Task
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.evaluate import eval_metrics, evaluate
+from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Clock, Progress
 from counterpoise.trainer.trackers import check_trackers, open_trackers
@@ -40,6 +39,7 @@ from counterpoise.trainer.update import (
     learning_rate,
     prepare_update,
 )
+from counterpoise.trainer.warn import batch_warnings, flat_batches, grader_warning, listed
 from counterpoise.types import Credit, RolloutBatch
 
 
@@ -79,10 +79,11 @@ def train(
     state = start(run_dir, config, method, policy, optimizer, resume)
     trackers = open_trackers(config, run_dir, state.batch_number)
     progress = progress or Progress(quiet=True)
+    num_flat = last_number(run_dir, "reward/flat_batches")
 
-    with stop_requests() as stop, progress.open(config, state.batch_number):
+    with stop_requests(progress.note) as stop, progress.open(config, state.batch_number):
         if state.batch_number == 0:
-            evaluate_policy(run_dir, 0, policy, task, config)
+            evaluate_policy(run_dir, 0, policy, task, config, progress)
             save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
         while state.batch_number < config.num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
@@ -124,20 +125,27 @@ def train(
             state = advance(
                 state, collected, sampler.num_prompts, credit.state, updates, ledger.state
             )
+            num_flat = flat_batches(num_flat, collected, credit)
             metrics = {
                 "batch": batch_number,
                 **batch_metrics(collected, credit, plan, updates, config.success),
+                "reward/flat_batches": num_flat,
                 **ledger.metrics,
             }
+            warnings = batch_warnings(collected, metrics, config.success)
+            progress.warn(f"batch {batch_number}", warnings)
             if config.eval.every and (
                 state.batch_number % config.eval.every == 0
                 or state.batch_number == config.num_batches
             ):
-                metrics |= evaluate_policy(run_dir, state.batch_number, policy, task, config)
+                metrics |= evaluate_policy(
+                    run_dir, state.batch_number, policy, task, config, progress
+                )
             clock.mark("eval_s")
 
             write_batch(
-                run_dir, config, batch_number, collected, credit, plan.manifest, metrics, clock
+                *(run_dir, config, batch_number, collected, credit, plan.manifest),
+                *({**metrics, **listed(warnings)}, clock),
             )
             is_due = (
                 bool(config.checkpoint_every) and state.batch_number % config.checkpoint_every == 0
@@ -216,6 +224,12 @@ def start(
     return LoopState()
 
 
+def last_number(run_dir: Path, key: str) -> int:
+    """A whole number of the last batch in ``metrics.jsonl``; 0 in a new run."""
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return int(rows[-1].get(key, 0)) if rows else 0
+
+
 def ledger_recording(config: Config, policy: Policy) -> Recording:
     """What the ledger records of a batch, and how."""
     how = Settings(
@@ -257,7 +271,7 @@ def advance(
 
 
 def evaluate_policy(
-    run_dir: Path, batch_number: int, policy: Policy, task: Any, config: Config
+    run_dir: Path, batch_number: int, policy: Policy, task: Task, config: Config, progress: Progress
 ) -> dict[str, float]:
     """Held-out numbers after ``batch`` batches; rewards of every prompt go to
     ``evals.jsonl``. Empty if evaluation is off.
@@ -274,9 +288,10 @@ def evaluate_policy(
         temperature=settings.temperature,
     )
     numbers = eval_metrics(out)
-    write.append_row(
-        run_dir, "evals", batch_number, {**numbers, "reward_PK": out.reward_PK.tolist()}
-    )
+    warnings = grader_warning(out.grader_messages, out.num_grader_failures, out.reward_PK.size)
+    progress.warn("evaluation", warnings)
+    row = {**numbers, "reward_PK": out.reward_PK.tolist(), **listed(warnings)}
+    write.append_row(run_dir, "evals", batch_number, row)
     return numbers
 
 
@@ -287,7 +302,7 @@ def write_batch(
     collected: RolloutBatch,
     credit: Credit,
     manifest: dict[str, Any],
-    metrics: dict[str, float],
+    metrics: dict[str, Any],
     clock: Clock,
 ) -> None:
     """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
@@ -314,22 +329,3 @@ def save(
         keep, keep_every = config.keep_checkpoints, config.keep_every
         with quiet():
             checkpoint.save(run_dir, policy, optimizer, state, keep=keep, keep_every=keep_every)
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Fills the list when SIGINT or SIGTERM comes: the loop then finishes its batch, writes a
-    checkpoint and leaves.
-    """
-    received: list[int] = []
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            handlers[number] = signal.signal(number, lambda got, frame: received.append(got))
-        except ValueError:  # not the main thread: signals are somebody else's business
-            break
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

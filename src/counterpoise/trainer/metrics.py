@@ -33,6 +33,8 @@ def rollout_metrics(collected: RolloutBatch, success: float) -> dict[str, float]
     is_constant_N = groups(batch.group_N).is_constant(batch.reward_N)
     return {
         "reward/mean": float(batch.reward_N.mean()),
+        "reward/min": float(batch.reward_N.min()),
+        "reward/max": float(batch.reward_N.max()),
         "reward/solved_frac": float((batch.reward_N >= success).float().mean()),
         "reward/constant_group_frac": float(is_constant_N.float().mean()),
         "rollouts/num": batch.num_rollouts,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -16,19 +15,24 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bar
+from rich.text import Text
 
+from counterpoise.text import visible
 from counterpoise.trainer.config import Config
 
 LINES = 12  # without a terminal, about so many lines per run
+MAX_WARNINGS = 3  # of one kind, which its first letters tell
+WARNING_KIND = 18
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere, nothing if ``quiet``."""
+    """A bar on a terminal, a line now and then elsewhere, nothing but warnings if ``quiet``."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.quiet = quiet
         self.accuracy: float | None = None
+        self.num_warnings: dict[str, int] = {}
 
     @contextmanager
     def open(self, config: Config, batch_number: int) -> Iterator[Progress]:
@@ -52,19 +56,48 @@ class Progress:
             )
             yield self
 
-    def show(self, batch_number: int, metrics: dict[str, Any], seconds: dict[str, float]) -> None:
-        """The batch just finished."""
-        self.accuracy = metrics.get("eval/accuracy", self.accuracy)
-        speed = metrics["rollouts/num_tokens"] / max(seconds["sample_s"], 1e-9)
-        held_out = "" if self.accuracy is None else f" held-out {self.accuracy:.1%}"
-        entropy, reward = metrics["entropy/mean"], metrics["reward/mean"]
-        numbers = f"reward {reward:.3f}{held_out} entropy {entropy:.3f} {speed:,.0f} tokens/s"
-        self.bar.update(self.task, completed=batch_number + 1, numbers=numbers)
-        if not self.quiet and not self.console.is_terminal and (batch_number + 1) % self.every == 0:
-            self.console.print(
-                f"batch {batch_number + 1}: {numbers}, {sum(seconds.values()):.1f} s a batch",
-                highlight=False,
-            )
+    def show(
+        self, batch_number: int, metrics: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> None:
+        """The batch just finished; without a terminal a held-out number stands on its own line
+        alone, not on every later one.
+        """
+        accuracy = metrics.get("eval/accuracy")
+        self.accuracy = self.accuracy if accuracy is None else accuracy
+        self.bar.update(
+            self.task, completed=batch_number + 1, numbers=numbers(metrics, seconds, self.accuracy)
+        )
+        is_due = (batch_number + 1) % self.every == 0 or accuracy is not None
+        if not self.quiet and not self.console.is_terminal and is_due:
+            line = numbers(metrics, seconds, accuracy)
+            self.note(f"batch {batch_number + 1}: {line}, {sum(seconds.values()):.1f} s per batch")
+
+    def warn(self, where: str, warnings: Sequence[str]) -> None:
+        """The first few warnings of a kind; all of them are in the run folder."""
+        for warning in warnings:
+            kind = warning[:WARNING_KIND]
+            self.num_warnings[kind] = num = 1 + self.num_warnings.get(kind, 0)
+            if num <= MAX_WARNINGS:
+                self.note(f"warning: {where}: {warning}")
+            if num == MAX_WARNINGS:
+                self.note("warning: more like this are not shown; metrics.jsonl has them all")
+
+    def note(self, line: str) -> None:
+        """One line above the bar, never wrapped where it goes to a file."""
+        if self.console.is_terminal:
+            self.console.print(Text(visible(line)))
+        else:
+            print(visible(line), file=self.console.file, flush=True)
+
+
+def numbers(
+    metrics: Mapping[str, float], seconds: Mapping[str, float], accuracy: float | None
+) -> str:
+    """The numbers of a batch on one line."""
+    speed = metrics["rollouts/num_tokens"] / max(seconds["sample_s"], 1e-9)
+    held_out = "" if accuracy is None else f" held-out {accuracy:.1%}"
+    entropy, reward = metrics["entropy/mean"], metrics["reward/mean"]
+    return f"reward {reward:.3f}{held_out} entropy {entropy:.3f} {speed:,.0f} tokens/s"
 
 
 class Clock:

@@ -1,0 +1,48 @@
+"""Commands that are printed work as printed, wherever the program was called from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoise.cli.show import program
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> Path:
+    file = tmp_path / "project" / ".venv" / "bin" / "counterpoise"
+    file.parent.mkdir(parents=True)
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/counterpoise", "train"])
+    return file
+
+
+def test_a_program_that_is_on_the_path_goes_by_its_name(script, monkeypatch):
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "counterpoise"
+
+
+def test_one_that_is_not_goes_by_its_path(script, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == ".venv/bin/counterpoise"
+
+
+def test_another_one_on_the_path_is_not_meant(script, monkeypatch, tmp_path):
+    other = tmp_path / "counterpoise"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == ".venv/bin/counterpoise"
+
+
+def test_python_m(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/counterpoise/__main__.py", "train"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == f"{sys.executable} -m counterpoise"
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert program() == "python -m counterpoise"
