@@ -6,7 +6,7 @@ The bundled model, several seeds a plan.
 Runs of one seed see the same prompts and start from the same weights; they differ by the plan
 alone. ``final`` is held-out accuracy after the last batch, ``mean`` the average over all
 evaluations after the first (who learns sooner). Differences are against shuffled rows, seed by
-seed, with 95% bootstrap intervals over seeds. Runs that are there are not made again."""
+seed, with Student's 95% t intervals. Runs that are there are not made again."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from many_runs import Case, run_all
+
+from counterpoise.maths.intervals import over_seeds
 
 PLANS = ("random_rows", "query_preserved", "reward_balanced")
 
@@ -81,13 +83,7 @@ def by_seed(rows: list[dict[str, Any]], plan: str, last: int) -> dict[str, list[
 
 
 def interval(value_S: np.ndarray) -> dict[str, float]:
-    draws = np.random.default_rng(0).choice(value_S, (2000, len(value_S))).mean(1)
-    low, high = np.percentile(draws, (2.5, 97.5))
-    return {
-        "mean": round(float(value_S.mean()), 4),
-        "low": round(float(low), 4),
-        "high": round(float(high), 4),
-    }
+    return {name: round(x, 4) for name, x in over_seeds(value_S.tolist())._asdict().items()}
 
 
 def arguments() -> argparse.Namespace:

@@ -84,5 +84,41 @@ def with_interval(
     )
 
 
+def percent(mean: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A share and its interval as percentages, the same in the terminal and on the pages.
+
+    >>> percent(0.4875, 0.4375, 0.535), percent(0.5), percent(math.nan)
+    ('48.8% [43.8, 53.5]', '50.0%', '–')
+    """
+    return _scaled(mean, low, high, "{:.1f}", "%")
+
+
+def points(mean: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A difference of shares and its interval, in points of percent.
+
+    >>> points(0.067, 0.026, 0.109), points(-0.002)
+    ('+6.7 [+2.6, +10.9]', '-0.2')
+    """
+    return _scaled(mean, low, high, "{:+.1f}", "")
+
+
+def with_range(mean: float, least: float, most: float) -> str:
+    """A mean of a few counts with the least and the most of them, which is no interval.
+
+    >>> with_range(12.5, 10.0, 15.0), with_range(1200.0, math.nan, math.nan)
+    ('12.5 (10 to 15)', '1,200')
+    """
+    counts = [f"{x:,.1f}".removesuffix(".0") for x in (mean, least, most) if math.isfinite(x)]
+    return f"{counts[0]} ({counts[1]} to {counts[2]})" if len(counts) == 3 else (counts or ["–"])[0]
+
+
+def _scaled(mean: float | None, low: float | None, high: float | None, form: str, unit: str) -> str:
+    if mean is None or not math.isfinite(mean):
+        return "–"
+    bounds = [100 * x for x in (low, high) if x is not None and math.isfinite(x)]
+    interval = f" [{', '.join(map(form.format, bounds))}]" if len(bounds) == 2 else ""
+    return f"{form.format(100 * mean)}{unit}{interval}"
+
+
 def _symbol(char: str) -> str:
     return {"\n": "⏎", "\t": "⇥"}.get(char) or f"⟨U+{ord(char):04X}⟩"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from counterpoise.report.page import write_report
-from counterpoise.text import with_interval
+from counterpoise.text import percent
 from helpers import browser_fixtures as shared
 from helpers.browser_fixtures import NEEDS_CHROMIUM, SETTINGS, settled
 from helpers.make_run import HOSTILE, make_run
@@ -67,10 +67,8 @@ def test_comparison_page(page, plain_run, tmp_path):
     assert found.comparison is not None
     assert rows.nth(1).locator(".verdict").inner_text() == found.comparison.lines[1].verdict
     for at, line in enumerate(found.comparison.lines):
-        assert with_interval(*line.final) in rows.nth(at).inner_text()
-        assert (
-            with_interval(*line.best) in page.locator("table.reach tbody tr").nth(at).inner_text()
-        )
+        assert percent(*line.final) in rows.nth(at).inner_text()
+        assert percent(*line.best) in page.locator("table.reach tbody tr").nth(at).inner_text()
     assert page.locator("#samples .scale").count() == 2  # samples of both methods
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.locator("[data-figure='accuracy']").scroll_into_view_if_needed()

@@ -15,7 +15,7 @@ from counterpoise.report.page import content, write_report
 from counterpoise.report.runs import group_runs
 from counterpoise.report.tokens import ledger_rows
 from counterpoise.run.read import open_run
-from counterpoise.text import with_interval
+from counterpoise.text import percent
 from counterpoise.viewer.api import batch_info
 from counterpoise.viewer.tokens import open_batch
 from helpers import browser_fixtures as shared
@@ -176,7 +176,7 @@ def test_every_section_of_the_report(page, run_dir, metrics):
     }
     for label, value in flips.items():
         assert (
-            f"{label} advantage {with_interval(*value)}"
+            f"{label} advantage {percent(*value)}"
             in page.locator("#chart-flips .keys").inner_text()
         )
     rollouts = pd.read_parquet(run_dir / "rollouts" / "batch_000001.parquet").set_index("rollout")

@@ -24,6 +24,7 @@ from counterpoise.report.charts.index import CHARTS
 from counterpoise.report.html import digest
 from counterpoise.report.page import _data, content, render, write_report
 from counterpoise.run.read import open_run
+from counterpoise.text import percent
 from helpers.make_run import HOSTILE, make_run
 
 SMALL = {"num_batches": 6, "prompts": 3, "group_size": 4, "ledger_every": 2, "eval_every": 2}
@@ -116,10 +117,8 @@ def test_the_accuracy_on_the_page_is_that_of_the_evaluations(page, run_dir):
         + [row["eval/accuracy_low"] for row in rows][::-1]
     )
     last = rows[-1]
-    assert (
-        f"{last['eval/accuracy']:.3f} [{last['eval/accuracy_low']:.3f},"
-        f" {last['eval/accuracy_high']:.3f}]" in Elements(page).text
-    )
+    ends = [last[f"eval/accuracy{end}"] for end in ("", "_low", "_high")]
+    assert percent(*ends) in Elements(page).text
 
 
 def test_the_flips_on_the_page_are_those_of_the_tokens(page, run_dir):
@@ -143,7 +142,7 @@ def test_the_plan_on_the_page_is_that_of_the_file(run_dir):
         assert row[1] == str(len(part))
         assert row[2] == str(rollouts.iloc[part]["group"].nunique())
         assert row[3] == str(sum(len(ids) for ids in rollouts.iloc[part]["token_ids"]))
-        assert float(row[4]) == pytest.approx(rollouts.iloc[part]["reward"].mean(), abs=1e-3)
+        assert row[4] == percent(rollouts.iloc[part]["reward"].mean())
 
 
 def test_samples_are_coloured_by_credit(run_dir):

@@ -65,14 +65,16 @@ def compare(
 
 def _print_tables(result: Comparison) -> None:
     """How good, then how soon: each fits a terminal of 80 columns."""
-    from counterpoise.text import number, with_interval
+    from counterpoise.report.compare import words
+    from counterpoise.text import with_range
 
+    value, difference, unit = words(result.metric)
     good = [
         (
             line.label,
             str(line.seeds),
-            with_interval(*line.final),
-            with_interval(*line.against.difference) if line.against else "–",
+            value(*line.final),
+            difference(*line.difference) if line.difference else "–",
             line.verdict,
         )
         for line in result.lines
@@ -80,16 +82,16 @@ def _print_tables(result: Comparison) -> None:
     soon = [
         (
             line.label,
-            number(line.best.mean),
+            value(line.best.mean),
             f"{line.reach.reached} of {line.reach.total}",
-            with_interval(*line.reach.batches),
-            with_interval(*line.reach.tokens),
+            with_range(*line.reach.batches),
+            with_range(*line.reach.tokens),
         )
         for line in result.lines
     ]
-    head = ("method", "seeds", "final", f"against {result.baseline}", "verdict")
+    head = ("method", "seeds", "final", f"against {result.baseline}{unit}", "verdict")
     print_table(head, good, left=["method", "verdict"])
     print()
-    reached = f"reached {number(result.threshold)}"
+    reached = f"reached {value(result.threshold)}"
     print_table(("method", "best", reached, "after batches", "after tokens"), soon, left=["method"])
     print()

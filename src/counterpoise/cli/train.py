@@ -64,12 +64,11 @@ def summary(result: Result, command: list[str]) -> str:
     Args:
         command: what the run was started with, without --fresh and --resume.
     """
+    from counterpoise.text import percent
+
     lines = []
     if result.first and result.last:
-        first, last = (
-            f"{100 * x.mean:.1f}% [{100 * x.low:.1f}, {100 * x.high:.1f}]"
-            for x in (result.first, result.last)
-        )
+        first, last = (percent(*accuracy) for accuracy in (result.first, result.last))
         lines.append(
             f"held-out accuracy: {first} before, {last} after {result.batch_number} batches"
             " (95% bootstrap intervals over prompts)"

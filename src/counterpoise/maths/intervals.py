@@ -1,4 +1,4 @@
-"""Means with intervals: over seeds, over prompts, paired. numpy alone.
+"""Means with intervals: over few seeds by Student's t, over many prompts by a bootstrap.
 
 Axes: B bootstrap draws, P prompts (or other clusters), S seeds, K quantities.
 """
@@ -14,12 +14,6 @@ from numpy.typing import ArrayLike
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-# two-sided 95% quantiles of Student's t with 1, 2, ... 30 degrees of freedom
-T_95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
 
 
 class Interval(NamedTuple):
@@ -45,13 +39,19 @@ def over_seeds(value_S: Sequence[float]) -> Interval:
     mean = float(value.mean())
     if len(value) == 1:
         return Interval(mean, math.nan, math.nan)
-    half = _t_quantile(len(value) - 1) * float(value.std(ddof=1)) / math.sqrt(len(value))
+    half = _t_quantile(len(value) - 1, CONFIDENCE) * float(value.std(ddof=1) / len(value) ** 0.5)
     return Interval(mean, mean - half, mean + half)
 
 
-def welch(value_a_S: Sequence[float], value_b_S: Sequence[float]) -> Interval:
-    """Difference of the means over seeds, b - a, with Welch's t interval; NaN bounds unless both
-    sides have two seeds or more.
+def welch(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1) -> Interval:
+    """Difference of the means over seeds, b - a, with Welch's t interval: each side has its own
+    variance.
+
+    Args:
+        comparisons: of a table with so many differences the intervals hold all together, with a
+            chance of 95% (Bonferroni: each at 1 - 0.05 / comparisons).
+
+    Bounds are NaN unless both sides have two seeds or more.
 
     >>> [round(x, 3) for x in welch([0.50, 0.52, 0.54], [0.60, 0.62, 0.64])]
     [0.1, 0.055, 0.145]
@@ -64,7 +64,8 @@ def welch(value_a_S: Sequence[float], value_b_S: Sequence[float]) -> Interval:
     if part_a + part_b == 0:
         return Interval(mean, mean, mean)
     freedom = (part_a + part_b) ** 2 / (part_a**2 / (len(a) - 1) + part_b**2 / (len(b) - 1))
-    half = _t_quantile(math.floor(freedom)) * math.sqrt(part_a + part_b)
+    confidence = 1 - (1 - CONFIDENCE) / comparisons
+    half = _t_quantile(float(freedom), confidence) * math.sqrt(part_a + part_b)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -182,48 +183,29 @@ def interval_of(value_B: np.ndarray) -> Interval:
 
 
 class Paired(NamedTuple):
-    """b - a with its interval, and how it was paired."""
+    """b - a with its interval over prompts, and whether the prompts are the same."""
 
     difference: Interval
     is_paired: bool
-    num_prompts: int
-    num_seeds: tuple[int, int]
-
-    @property
-    def is_noise(self) -> bool:
-        """The interval holds 0."""
-        return not (self.difference.low > 0 or self.difference.high < 0)
 
 
-def paired_bootstrap(
-    value_a_SP: Sequence[np.ndarray], value_b_SP: Sequence[np.ndarray], seed: int = 0
-) -> Paired:
-    """Mean of b - a on the same prompts; prompts are drawn together for both, seeds of each on
-    their own.
+def paired_bootstrap(value_a_P: np.ndarray, value_b_P: np.ndarray, seed: int = 0) -> Paired:
+    """Mean of b - a over prompts: what two given policies differ by, not two methods.
 
     Args:
-        value_a_SP, value_b_SP: one array of per-prompt values per seed. Arrays of different lengths
-            are not the same prompts: then the prompts of the two sides are drawn apart and
-            ``is_paired`` is False.
+        value_a_P, value_b_P: one value per prompt. Arrays of different lengths are not the same
+            prompts: then the prompts of the two sides are drawn apart and ``is_paired`` is False.
 
-    >>> a, b = [np.array([0.0, 1.0, 0.0, 1.0])], [np.array([1.0, 1.0, 0.0, 1.0])]
+    >>> a, b = np.array([0.0, 1.0, 0.0, 1.0]), np.array([1.0, 1.0, 0.0, 1.0])
     >>> paired_bootstrap(a, b).difference.mean
     0.25
     """
-    lengths = {len(row) for row in (*value_a_SP, *value_b_SP)}
+    a, b = np.asarray(value_a_P, float), np.asarray(value_b_P, float)
+    if len(a) == len(b):
+        return Paired(over_prompts(b - a, seed), True)
     rng = np.random.default_rng(seed)
-    is_paired = len(lengths) == 1
-    prompts = _draws(min(lengths), rng) if is_paired else None
-    a_B, b_B = (_resampled_means(side, prompts, rng) for side in (value_a_SP, value_b_SP))
-    mean = float(
-        np.mean([row.mean() for row in value_b_SP]) - np.mean([row.mean() for row in value_a_SP])
-    )
-    return Paired(
-        Interval(mean, *_bounds(b_B - a_B)),
-        is_paired,
-        min(lengths),
-        (len(value_a_SP), len(value_b_SP)),
-    )
+    a_B, b_B = (side[_draws(len(side), rng)].mean(1) for side in (a, b))
+    return Paired(Interval(float(b.mean() - a.mean()), *_bounds(b_B - a_B)), False)
 
 
 def first_at_least(x: Sequence[float], y: Sequence[float], threshold: float) -> float | None:
@@ -233,19 +215,6 @@ def first_at_least(x: Sequence[float], y: Sequence[float], threshold: float) -> 
     10
     """
     return next((at for at, value in zip(x, y) if value is not None and value >= threshold), None)
-
-
-def _resampled_means(
-    value_SP: Sequence[np.ndarray], prompt_BP: np.ndarray | None, rng: np.random.Generator
-) -> np.ndarray:
-    by_seed_SB = np.stack(
-        [
-            row[prompt_BP if prompt_BP is not None else _draws(len(row), rng)].mean(1)
-            for row in (np.asarray(v, float) for v in value_SP)
-        ]
-    )
-    seed_BS = rng.integers(0, len(value_SP), (RESAMPLES, len(value_SP)))
-    return by_seed_SB.T[np.arange(RESAMPLES)[:, None], seed_BS].mean(1)
 
 
 def _mean_ratio(total_BK: np.ndarray, count_BK: np.ndarray) -> np.ndarray:
@@ -268,8 +237,10 @@ def _correlation(moment_B6: np.ndarray) -> np.ndarray:
     )
 
 
-def _t_quantile(freedom: int) -> float:
-    return T_95[max(freedom, 1) - 1] if freedom <= len(T_95) else 1.96
+def _t_quantile(freedom: float, confidence: float) -> float:
+    from scipy.special import stdtrit  # loaded only where seeds are compared
+
+    return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def _draws(size: int, rng: np.random.Generator) -> np.ndarray:

@@ -4,29 +4,34 @@ than noise.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
-import pandas as pd
 
+from counterpoise.errors import nearest
 from counterpoise.maths.intervals import (
     NONE,
     Interval,
-    Paired,
     first_at_least,
     over_seeds,
     paired_bootstrap,
     welch,
 )
-from counterpoise.report.runs import Group, eval_series
+from counterpoise.report.runs import (
+    Group,
+    at_point,
+    eval_series,
+    final,
+    final_of,
+    is_share,
+    series_of,
+)
 from counterpoise.run.read import RunFolder
-from counterpoise.text import visible
+from counterpoise.text import percent, points, visible, with_interval
 
 ACCURACY = "eval/accuracy"
-LAST = 10  # a training metric's final value is the mean of so many last batches
 
 
 class Reach(NamedTuple):
@@ -39,7 +44,11 @@ class Reach(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One group in the comparison."""
+    """One group in the comparison.
+
+    ``difference_over`` says what the interval of the difference is over: ``seeds``, ``prompts``, or
+    nothing.
+    """
 
     label: str
     seeds: int
@@ -47,8 +56,8 @@ class Line(NamedTuple):
     final: Interval
     best: Interval
     reach: Reach
-    against: Paired | None
-    over_seeds: Interval | None
+    difference: Interval | None
+    difference_over: str
     verdict: str
 
 
@@ -91,7 +100,7 @@ def comparison(
         metric = "reward/mean"
         notes.append("No run has held-out evaluations: compared by training reward.")
     comparable = [
-        Group(group.label, [run for run in group.runs if not _series(run, metric).empty])
+        Group(group.label, [run for run in group.runs if not series_of(run, metric).empty])
         for group in groups
     ]
     notes += [
@@ -105,18 +114,27 @@ def comparison(
             f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean."
         )
     base = _baseline(comparable, baseline)
-    threshold = (
-        over_seeds([_final(run, metric) for run in base.runs]).mean
-        if threshold is None
-        else threshold
-    )
+    threshold = final(base, metric).mean if threshold is None else threshold
+    count = sum(_obstacle(group, base, metric) == "" for group in comparable if group is not base)
+    lines = [_line(group, base, metric, threshold, count) for group in comparable]
     return Comparison(
-        metric,
-        base.label,
-        threshold,
-        [_line(g, base, metric, threshold) for g in comparable],
-        notes + _caveats(comparable, metric),
+        metric, base.label, threshold, lines, notes + _caveats(comparable, metric, count)
     )
+
+
+class Words(NamedTuple):
+    """How numbers of a metric are written, in the terminal and on the page alike."""
+
+    value: Callable[..., str]
+    difference: Callable[..., str]
+    unit: str
+
+
+def words(metric: str) -> Words:
+    """Shares in percent and points, other metrics as numbers."""
+    if is_share(metric):
+        return Words(percent, points, ", points")
+    return Words(with_interval, with_interval, "")
 
 
 def as_json(result: Comparison) -> dict[str, Any]:
@@ -129,9 +147,8 @@ def as_json(result: Comparison) -> dict[str, Any]:
             "reached": [line.reach.reached, line.reach.total],
             "batches_to_threshold": _clean(line.reach.batches),
             "tokens_to_threshold": _clean(line.reach.tokens),
-            "difference": _clean(line.against.difference) if line.against else None,
-            "difference_over_seeds": _clean(line.over_seeds) if line.over_seeds else None,
-            "is_paired": line.against.is_paired if line.against else None,
+            "difference": _clean(line.difference) if line.difference else None,
+            "difference_over": line.difference_over,
             "verdict": line.verdict,
         }
         for line in result.lines
@@ -145,37 +162,76 @@ def as_json(result: Comparison) -> dict[str, Any]:
     }
 
 
-def _line(group: Group, base: Group, metric: str, threshold: float) -> Line:
-    series = [_series(run, metric) for run in group.runs]
-    against = over = None
+def _line(group: Group, base: Group, metric: str, threshold: float, count: int) -> Line:
+    series = [series_of(run, metric) for run in group.runs]
+    difference, over, verdict = None, "", "baseline"
     if group is not base:
-        against = paired_bootstrap(_per_prompt(base, metric), _per_prompt(group, metric))
-        over = welch(
-            [_final(run, metric) for run in base.runs], [_final(run, metric) for run in group.runs]
-        )
+        obstacle = _obstacle(group, base, metric)
+        if not obstacle:
+            difference, over = _difference(group, base, metric, count)
+        verdict = obstacle or _verdict(difference or NONE, over)
     return Line(
         label=group.label,
         seeds=len(group.runs),
-        first=over_seeds([s.iloc[0] for s in series]),
-        final=over_seeds([_final(run, metric) for run in group.runs]),
+        first=at_point(group, metric, 0),
+        final=final(group, metric),
         best=over_seeds([s.max() for s in series]),
         reach=_reach(group, metric, threshold),
-        against=against,
-        over_seeds=over,
-        verdict=_verdict(against, over, metric) if against and over else "baseline",
+        difference=difference,
+        difference_over=over,
+        verdict=verdict,
     )
 
 
-def _verdict(against: Paired, over: Interval, metric: str) -> str:
-    """Better or worse only if the paired interval, and with seeds on both sides Welch's too, leaves
-    0 out.
+def _difference(group: Group, base: Group, metric: str, count: int) -> tuple[Interval, str]:
+    """Over seeds where both sides have several; else, of held-out accuracy, over prompts."""
+    ours, theirs = ([final_of(run, metric) for run in side.runs] for side in (group, base))
+    if min(len(ours), len(theirs)) > 1:
+        return welch(theirs, ours, count), "seeds"
+    a_P, b_P = _by_prompt(base, metric), _by_prompt(group, metric)
+    if a_P is None or b_P is None:
+        return welch(theirs, ours), ""
+    return paired_bootstrap(a_P, b_P).difference, "prompts"
+
+
+def _verdict(difference: Interval, over: str) -> str:
+    """Better or worse only where an interval over seeds leaves 0 out: a mean alone says nothing,
+    and one seed does not know the noise between seeds.
     """
-    single = min(against.num_seeds) < 2
-    if single and (metric != ACCURACY or against.num_prompts < 2):
+    if not over:
         return "one run: no interval"
-    inside = against.is_noise or (not single and over.low <= 0 <= over.high)
-    word = "within noise" if inside else "better" if against.difference.mean > 0 else "worse"
-    return f"{word} (one seed: noise between seeds unknown)" if single else word
+    if difference.low <= 0 <= difference.high:
+        return "within noise" if over == "seeds" else "within noise (one seed)"
+    if over == "prompts":
+        return "no verdict: one seed"
+    return "better" if difference.mean > 0 else "worse"
+
+
+def _obstacle(group: Group, base: Group, metric: str) -> str:
+    """Why two groups cannot be held against each other; empty if they can."""
+    if any(map(_missing, [*group.runs, *base.runs])):
+        return "no verdict: unfinished"
+    return "" if len(_ends([group, base], metric)) == 1 else "no verdict: other length"
+
+
+def _missing(run: RunFolder) -> str:
+    """What an unfinished run lacks; empty for a finished one, and where the files do not tell."""
+    asked, trained = run.config.get("num_batches"), _num_batches(run)
+    is_short = isinstance(asked, int) and trained < asked
+    return f"{run.name} has {trained} of {asked} batches" if is_short else ""
+
+
+def _num_batches(run: RunFolder) -> int:
+    return int(run.metrics["batch"].max()) + 1 if len(run.metrics) else 0
+
+
+def _ends(groups: Sequence[Group], metric: str) -> set[tuple[int, int]]:
+    """Batches trained and the batch of the last value, of every run."""
+    return {
+        (_num_batches(run), int(series_of(run, metric).index[-1]))
+        for group in groups
+        for run in group.runs
+    }
 
 
 def _baseline(groups: Sequence[Group], label: str | None) -> Group:
@@ -184,32 +240,25 @@ def _baseline(groups: Sequence[Group], label: str | None) -> Group:
     for group in groups:
         if group.label == label:
             return group
-    known = [group.label for group in groups]
-    close = difflib.get_close_matches(label, known, 1)
-    raise ValueError(
-        f"compare: no group {label!r}. {f'Did you mean {close[0]!r}? ' if close else ''}Known:"
-        f" {visible(', '.join(known))}."
-    )
+    known = [visible(group.label) for group in groups]
+    raise ValueError(f"compare: no group {label!r}. {nearest(label, known)}")
 
 
-def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
+def _caveats(groups: Sequence[Group], metric: str, count: int) -> list[str]:
     notes = []
-    ends = {
-        group.label: {int(_series(run, metric).index[-1]) for run in group.runs} for group in groups
-    }
-    if len(set().union(*ends.values())) > 1:
-        text = ", ".join(
-            f"{label}: {'/'.join(map(str, sorted(batches)))}" for label, batches in ends.items()
-        )
+    short = [_missing(run) for group in groups for run in group.runs if _missing(run)]
+    if short:
+        notes.append(f"Unfinished: {', '.join(short)}. Finish with counterpoise train --resume.")
+    if len(_ends(groups, metric)) > 1:
+        ends = [(g.label, sorted({end for _, end in _ends([g], metric)})) for g in groups]
+        text = ", ".join(f"{label}: {'/'.join(map(str, at))}" for label, at in ends)
         notes.append(
             f"Runs end at different batches ({text}): final values are not at equal budgets."
         )
-    if (
-        metric == ACCURACY
-        and len({len(row) for group in groups for row in _per_prompt(group, metric)}) > 1
-    ):
+    if count > 1:
         notes.append(
-            "Runs were evaluated on different numbers of prompts: differences are not paired."
+            f"{count} comparisons: the intervals of all differences hold together at 95%"
+            " (Bonferroni)."
         )
     return notes
 
@@ -217,7 +266,7 @@ def _caveats(groups: Sequence[Group], metric: str) -> list[str]:
 def _reach(group: Group, metric: str, threshold: float) -> Reach:
     batches, tokens = [], []
     for run in group.runs:
-        series = _series(run, metric)
+        series = series_of(run, metric)
         at = first_at_least([int(batch) for batch in series.index], series.tolist(), threshold)
         if at is not None:
             batches.append(float(at))
@@ -247,39 +296,23 @@ def _range(values: list[float]) -> Interval:
     )
 
 
-def _series(run: RunFolder, metric: str) -> pd.Series:
-    if metric.startswith("eval/"):
-        return eval_series(run, metric)
-    return (
-        run.metrics.set_index("batch")[metric].dropna()
-        if metric in run.metrics
-        else pd.Series(dtype=float)
-    )
-
-
-def _final(run: RunFolder, metric: str) -> float:
-    series = _series(run, metric)
-    return (
-        float(series.iloc[-1]) if metric.startswith("eval/") else float(series.iloc[-LAST:].mean())
-    )
-
-
-def _per_prompt(group: Group, metric: str) -> list[np.ndarray]:
-    """Rewards of the last evaluation, one value per prompt and one array per run; without them the
-    final value alone.
+def _by_prompt(group: Group, metric: str) -> np.ndarray | None:
+    """Held-out reward of each prompt at the last evaluation, mean over the runs; None where the
+    files do not have it.
     """
-    return [_prompts(run, metric) for run in group.runs]
+    rows = [_prompts(run) for run in group.runs] if metric == ACCURACY else []
+    if not rows or len({len(row) for row in rows}) != 1 or len(rows[0]) < 2:
+        return None
+    return np.mean(rows, axis=0)
 
 
-def _prompts(run: RunFolder, metric: str) -> np.ndarray:
+def _prompts(run: RunFolder) -> list[float]:
     last = max(
         (row for row in run.evals if _is_rewards(row.get("reward_PK"))),
         key=lambda row: row["batch"],
-        default=None,
+        default={"reward_PK": []},
     )
-    if metric != ACCURACY or last is None:
-        return np.array([_final(run, metric)])
-    return np.array([float(np.mean(samples)) for samples in last["reward_PK"]])
+    return [float(np.mean(samples)) for samples in last["reward_PK"]]
 
 
 def _is_rewards(value: object) -> bool:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
-from counterpoise.maths.intervals import Interval, over_seeds
-from counterpoise.report.runs import Group, eval_series, seed_of
+from counterpoise.maths.intervals import Interval
+from counterpoise.report.runs import LAST, Group, at_point, eval_series, final, seed_of, series_of
 from counterpoise.report.tokens import flip_rates, tokens_of
 from counterpoise.run.read import RunFolder
-from counterpoise.text import number, shorten, with_interval
+from counterpoise.text import percent, shorten, with_interval
 
 AXES = {
     "advantage": "one number per rollout",
@@ -123,47 +123,34 @@ def tiles(groups: Sequence[Group]) -> list[Tile]:
     """Headline numbers of one group; a comparison has its table instead."""
     if len(groups) != 1:
         return []
-    runs = groups[0].runs
     kinds = (_accuracy_tile, _reward_tile, _flip_tile, _tokens_tile)
-    return [tile for kind in kinds if (tile := kind(runs)) is not None]
+    return [tile for kind in kinds if (tile := kind(groups[0])) is not None]
 
 
-def _accuracy_tile(runs: list[RunFolder]) -> Tile | None:
-    series = [s for run in runs if not (s := eval_series(run)).empty]
+def _accuracy_tile(group: Group) -> Tile | None:
+    series = [s for run in group.runs if not (s := eval_series(run)).empty]
     if not series:
         return None
-    last, first = over_seeds([s.iloc[-1] for s in series]), over_seeds([s.iloc[0] for s in series])
-    if len(series) == 1:
-        low, high = (eval_series(runs[0], f"eval/accuracy_{side}") for side in ("low", "high"))
-        last = Interval(
-            last.mean,
-            low.iloc[-1] if len(low) else math.nan,
-            high.iloc[-1] if len(high) else math.nan,
-        )
-    note = f"from {number(first.mean)} after {int(series[0].index[-1])} batches{_of_seeds(series)}"
-    return Tile("held-out accuracy", with_interval(*last), note)
+    first = percent(at_point(group, "eval/accuracy", 0).mean)
+    note = f"from {first} after {int(series[0].index[-1])} batches{_of_seeds(series)}"
+    return Tile("held-out accuracy", percent(*final(group, "eval/accuracy")), note)
 
 
-def _reward_tile(runs: list[RunFolder]) -> Tile | None:
-    series = [run.metrics["reward/mean"].dropna() for run in runs if "reward/mean" in run.metrics]
-    series = [s for s in series if len(s)]
-    if not series:
+def _reward_tile(group: Group) -> Tile | None:
+    lengths = [n for run in group.runs if (n := len(series_of(run, "reward/mean")))]
+    if not lengths:
         return None
-    last = (
-        over_seeds([s.iloc[-10:].mean() for s in series])
-        if len(series) > 1
-        else over_seeds(list(series[0].iloc[-10:]))
-    )
-    kind = _of_seeds(series) or ", interval over them"
-    num = min(10, len(series[0]))
+    kind = _of_seeds(lengths) or ", interval over them"
+    num = min(LAST, max(lengths))
     return Tile(
         "training reward",
-        with_interval(*last),
-        f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(series)}",
+        with_interval(*final(group, "reward/mean")),
+        f"last {num} batches{kind}" if num > 1 else f"one batch{_of_seeds(lengths)}",
     )
 
 
-def _flip_tile(runs: list[RunFolder]) -> Tile | None:
+def _flip_tile(group: Group) -> Tile | None:
+    runs = group.runs
     of_batch = tokens_of(runs[0])
     rows = [row for row in flip_rates(of_batch[1]) if row.count] if of_batch else []
     if not of_batch or not rows:
@@ -172,16 +159,17 @@ def _flip_tile(runs: list[RunFolder]) -> Tile | None:
     of_run = f" of {runs[0].name}" if len(runs) > 1 else ""
     return Tile(
         "flipped tokens",
-        " / ".join(f"{100 * row.value.mean:.0f}%" for row in rows),
+        " / ".join(percent(row.value.mean) for row in rows),
         f"{note} rollouts, batch {of_batch[0]}{of_run}",
     )
 
 
 def _percents(value: Interval) -> str:
-    return f" [{100 * value.low:.0f}, {100 * value.high:.0f}]" if math.isfinite(value.low) else ""
+    return f" [{100 * value.low:.1f}, {100 * value.high:.1f}]" if math.isfinite(value.low) else ""
 
 
-def _tokens_tile(runs: list[RunFolder]) -> Tile | None:
+def _tokens_tile(group: Group) -> Tile | None:
+    runs = group.runs
     totals = [
         run.metrics["rollouts/num_tokens"].sum()
         for run in runs

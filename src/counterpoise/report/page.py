@@ -16,12 +16,12 @@ from counterpoise.maths.intervals import Interval
 from counterpoise.report import overview, samples
 from counterpoise.report.charts.index import CHARTS, Chart
 from counterpoise.report.charts.style import Drawing
-from counterpoise.report.compare import Comparison, Settings, comparison
+from counterpoise.report.compare import Comparison, Settings, comparison, words
 from counterpoise.report.html import asset, policy
 from counterpoise.report.runs import Group, group_runs
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
-from counterpoise.text import number, visible, with_interval
+from counterpoise.text import number, visible, with_interval, with_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -183,6 +183,8 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     env.filters |= {"visible": visible, "number": number, "interval": _interval, "data": _data}
+    env.filters["range"] = lambda value: with_range(*value)
+    env.globals["words_of"] = words
     return env
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from counterpoise.maths.intervals import over_seeds
+from counterpoise.maths.intervals import NONE, Interval, over_seeds
 from counterpoise.run.read import RunFolder
 
 # settings that cannot change what is learnt: what is written, and how a batch is cut to fit the
@@ -29,6 +29,7 @@ OBSERVERS = (
     *("checkpoint_every", "keep_checkpoints", "keep_every", "save_rollouts_every"),
 )
 MAX_SETTINGS = 2000
+LAST = 10  # a training metric's final value is the mean of so many last batches
 
 
 class Group(NamedTuple):
@@ -41,8 +42,8 @@ class Group(NamedTuple):
 class Curve(NamedTuple):
     """One number over batches: each run's values, their mean, and the interval (NaN with one run).
 
-    ``interval`` says what the band is: ``seeds`` (Student's t over three or more runs), ``range``
-    (two runs), ``own`` (the number came with its own interval), or empty.
+    ``interval`` says what the band is: ``seeds`` (Student's t over the runs), ``own`` (the number
+    came with its own interval), or empty.
     """
 
     batch: np.ndarray
@@ -82,9 +83,53 @@ def seed_of(run: RunFolder) -> object:
     return run.config.get("seed", run.manifest.get("seed"))
 
 
+def is_share(key: str) -> bool:
+    """Whether a metric is a share, to be written in percent: held-out accuracy, pass@k, fractions.
+
+    >>> is_share("eval/accuracy"), is_share("rollouts/cut_frac"), is_share("reward/mean")
+    (True, True, False)
+    """
+    return key.startswith(("eval/accuracy", "eval/pass@")) or key.endswith("_frac")
+
+
 def curve(group: Group, key: str) -> Curve | None:
     """A metric of ``metrics.jsonl`` over batches; None if no run has it."""
     return _curve([_metric(run, key) for run in group.runs])
+
+
+def series_of(run: RunFolder, key: str) -> pd.Series:
+    """A number of one run over batches: an evaluation by batches trained, or a metric."""
+    return eval_series(run, key) if key.startswith("eval/") else _metric(run, key)
+
+
+def curve_of(group: Group, key: str) -> Curve | None:
+    """The curve of an evaluation or of a metric."""
+    return (eval_curve if key.startswith("eval/") else curve)(group, key)
+
+
+def final_of(run: RunFolder, key: str) -> float:
+    """The last evaluation, or the mean of a metric over the last batches."""
+    return float(series_of(run, key).iloc[-1 if key.startswith("eval/") else -LAST :].mean())
+
+
+def final(group: Group, key: str) -> Interval:
+    """The final value of a group, the one that tables, tiles and legends show: over seeds by
+    Student's t; of one run with the evaluation's own interval, or over its last batches.
+    """
+    runs = [run for run in group.runs if not series_of(run, key).empty]
+    if not runs:
+        return NONE
+    if len(runs) > 1:
+        return over_seeds([final_of(run, key) for run in runs])
+    if not key.startswith("eval/"):
+        return over_seeds(list(series_of(runs[0], key).iloc[-LAST:]))
+    return at_point(Group(group.label, runs), key, -1)
+
+
+def at_point(group: Group, key: str, at: int) -> Interval:
+    """The ``at``-th point of a group's curve with the band there."""
+    one = curve_of(group, key)
+    return Interval(*(float(x[at]) for x in (one.mean, one.low, one.high))) if one else NONE
 
 
 def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
@@ -134,11 +179,6 @@ def _curve(runs: list[pd.Series]) -> Curve | None:
         nothing = np.full(len(table), math.nan)
         return Curve(
             table.index.to_numpy(), table.iloc[:, 0].to_numpy(), nothing, nothing, runs, ""
-        )
-    if len(runs) == 2:
-        low, high = table.min(axis=1).to_numpy(), table.max(axis=1).to_numpy()
-        return Curve(
-            table.index.to_numpy(), table.mean(axis=1).to_numpy(), low, high, runs, "range"
         )
     interval = [over_seeds(list(row)) for row in table.to_numpy()]
     mean, low, high = (np.array(column) for column in zip(*interval))

@@ -12,7 +12,7 @@ import numpy as np
 from counterpoise.report.overview import Table
 from counterpoise.report.tokens import Frame, TopToken, has, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
-from counterpoise.text import number, visible
+from counterpoise.text import number, percent, visible
 
 MAX_TOKENS = 500
 BINS = 10
@@ -250,7 +250,7 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) 
         str(len(part)),
         str(rows["group"].nunique()),
         tokens,
-        number(float((rows["reward"] >= success).mean())),
+        percent(float((rows["reward"] >= success).mean())),
         advantage,
     ]
 

@@ -81,7 +81,7 @@ def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) 
             f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison"
             " needs the same prompts."
         )
-    return paired_bootstrap([reward_a_PK.mean(1)], [reward_b_PK.mean(1)], seed).difference
+    return paired_bootstrap(reward_a_PK.mean(1), reward_b_PK.mean(1), seed).difference
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:

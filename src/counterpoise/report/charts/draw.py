@@ -16,9 +16,9 @@ from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report import tokens
 from counterpoise.report.charts import style as figures
 from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
-from counterpoise.report.runs import Curve, Group, curve, eval_curve
+from counterpoise.report.runs import LAST, Curve, Group, curve, curve_of, final, is_share
 from counterpoise.report.tokens import Row, ledger_rows
-from counterpoise.text import with_interval
+from counterpoise.text import percent, with_interval
 
 MAX_LEDGER_BATCHES = 40
 HISTOGRAM_DASH = {
@@ -32,8 +32,7 @@ def of_metric(key: str, *, zero: bool = False) -> Draw:
     """Curves of one key of metrics.jsonl."""
 
     def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-        series = [(group.label, c) for group in groups if (c := curve(group, key)) is not None]
-        return figures.curves(series, zero=zero) if series else None
+        return of_curves(groups, key, zero=zero)
 
     return draw
 
@@ -56,22 +55,41 @@ def of_keys(*names: tuple[str, str]) -> Draw:
 
 
 def of_evals(groups: Sequence[Group], batch: int | None) -> Drawing | None:
-    series = [(group.label, c) for group in groups if (c := eval_curve(group)) is not None]
-    return figures.curves(series, markers=True, x="batches trained") if series else None
+    return of_curves(groups, "eval/accuracy")
+
+
+def of_curves(groups: Sequence[Group], key: str, *, zero: bool = False) -> Drawing | None:
+    """Curves of one key, with its final value in the legend; shares in percent."""
+    is_eval = key.startswith("eval/")
+    known = [(g, c) for g in groups if (c := curve_of(g, key))]
+    if not known:
+        return None
+    write = percent if is_share(key) else with_interval
+    series = [(g.label, c, _final_text(g, key, c, write)) for g, c in known]
+    x = "batches trained" if is_eval else "batch"
+    drawing = figures.curves(series, markers=is_eval, x=x, zero=zero)
+    if is_share(key):
+        drawing.figure.update_yaxes(tickformat=".1~%")
+    return drawing
+
+
+def _final_text(group: Group, key: str, one: Curve, write: Callable[..., str]) -> str:
+    is_mean = not key.startswith("eval/") and len(one.mean) >= LAST
+    return f"{write(*final(group, key))}{f' last {LAST}' if is_mean else ''}"
 
 
 def of_positive_share(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     """The band from the least to the most positive update of each batch."""
     low = [curve(group, "plan/positive_frac_min") for group in groups]
     high = [curve(group, "plan/positive_frac_max") for group in groups]
-    series = [
+    bands = [
         (g.label, _band(a, b))
         for g, a, b in zip(groups, low, high)
         if a is not None and b is not None
     ]
-    if not series:
+    if not bands:
         return None
-    drawing = figures.curves(series)
+    drawing = figures.curves([(label, band, _last_text(band)) for label, band in bands])
     drawing.figure.update_yaxes(range=[0, 1])
     return drawing
 
@@ -157,7 +175,7 @@ def of_flips(groups: Sequence[Group], batch: int | None) -> Drawing | None:
             )
     if not lines:
         return None
-    drawing = figures.lines(lines, y="share of tokens")
+    drawing = figures.lines(lines, y="share of tokens", write=percent)
     drawing.figure.update_yaxes(tickformat=".0%")
     return drawing
 
@@ -283,17 +301,17 @@ def _apart(frame: pd.DataFrame, run: int) -> pd.Series:
 
 
 def _over_runs(rows: list[Row]) -> Row:
-    values = [row.value.mean for row in rows]
-    interval = (
-        Interval(float(np.mean(values)), min(values), max(values))
-        if len(values) == 2
-        else over_seeds(values)
-    )
+    interval = over_seeds([row.value.mean for row in rows])
     return Row(rows[0].label, interval, sum(row.count for row in rows))
 
 
 def _band(low: Curve, high: Curve) -> Curve:
     return Curve(low.batch, (low.mean + high.mean) / 2, low.mean, high.mean, low.runs[:1], "own")
+
+
+def _last_text(band: Curve) -> str:
+    """From the least to the most at the last batch: no interval."""
+    return f"{percent(band.low[-1])} to {percent(band.high[-1])}"
 
 
 def _label(group: Group, sign: str, groups: Sequence[Group]) -> str:

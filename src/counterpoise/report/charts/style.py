@@ -4,13 +4,12 @@ every label escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
-from counterpoise.maths.intervals import over_seeds
 from counterpoise.report.runs import Curve
 from counterpoise.report.tokens import Row
 from counterpoise.text import chart_label, number, with_interval
@@ -21,7 +20,6 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 SIGN_COLOUR = {"positive": "#0072B2", "negative": "#D55E00"}
 SIGN_DASH = {"positive": "solid", "negative": "dash"}
 NEUTRAL = "#8A939E"
-LAST = 10
 MAX_BANDS = 4
 
 
@@ -92,18 +90,20 @@ def blank(x: str = "", y: str = "") -> go.Figure:
 
 
 def curves(
-    series: Sequence[tuple[str, Curve]],
+    series: Sequence[tuple[str, Curve, str]],
     *,
     y: str = "",
     x: str = "batch",
     zero: bool = False,
     markers: bool = False,
 ) -> Drawing:
-    """Lines over batches with bands; a single long run also as its running mean."""
+    """Lines over batches with bands: (label, curve, text of the legend); a single long run also as
+    its running mean.
+    """
     figure, keys = blank(x, y), []
-    for at, (_, curve) in enumerate(series):
+    for at, (_, curve, _) in enumerate(series):
         _add_band(figure, curve.batch, curve.low, curve.high, colour(at))
-    for at, (label, curve) in enumerate(series):
+    for at, (label, curve, text) in enumerate(series):
         line = {"color": colour(at), "dash": dash(at)}
         if len(curve.runs) > 1 and len(series) == 1:
             for run in curve.runs:
@@ -133,14 +133,21 @@ def curves(
             low=curve.low,
             high=curve.high,
         )
-        keys.append(Key(label, colour(at), dash(at), _last(curve)))
-    _pad_x(figure, [curve.batch for _, curve in series])
+        keys.append(Key(label, colour(at), dash(at), text))
+    _pad_x(figure, [curve.batch for _, curve, _ in series])
+    _limit_y(figure, [curve for _, curve, _ in series])
     if zero:
         figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
 
 
-def lines(series: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
+def lines(
+    series: Sequence[Line],
+    *,
+    x: str = "batch",
+    y: str = "",
+    write: Callable[..., str] = with_interval,
+) -> Drawing:
     """Lines from 0 whose points carry intervals, with the last value in the legend; bands of many
     lines would hide each other.
     """
@@ -162,7 +169,9 @@ def lines(series: Sequence[Line], *, x: str = "batch", y: str = "") -> Drawing:
             high=high,
         )
     biggest = max(map(size_of, series))
-    keys = [Key(line.label, line.colour, line.dash, _last_row(line, biggest)) for line in series]
+    keys = [
+        Key(line.label, line.colour, line.dash, _last_row(line, biggest, write)) for line in series
+    ]
     _pad_x(figure, [np.array(line.batches) for line in series])
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
@@ -327,6 +336,17 @@ def _pad_x(figure: go.Figure, batches: Sequence[np.ndarray]) -> None:
     )  # batches are counted, never halves of them
 
 
+def _limit_y(figure: go.Figure, curves: Sequence[Curve]) -> None:
+    """Few seeds have wide intervals: one that would press the lines flat runs out of the chart."""
+    value = np.concatenate([run.to_numpy(float) for curve in curves for run in curve.runs])
+    low, high = np.nanmin(value), np.nanmax(value)
+    room = 0.75 * max(high - low, 0.05 * abs(high))
+    bands = np.concatenate([[low, high], *(c.low for c in curves), *(c.high for c in curves)])
+    if np.nanmin(bands) < low - room or np.nanmax(bands) > high + room:
+        ends = max(np.nanmin(bands), low - room), min(np.nanmax(bands), high + room)
+        figure.update_yaxes(range=[float(end) for end in ends])
+
+
 def _add_band(
     figure: go.Figure, x: np.ndarray, low: np.ndarray, high: np.ndarray, shade: str
 ) -> None:
@@ -345,21 +365,12 @@ def _add_band(
     )
 
 
-def _last(curve: Curve) -> str:
-    """The last value with its interval; of one run without intervals the mean of its last batches,
-    with the interval over them.
-    """
-    if np.isfinite(curve.low[-1]) or len(curve.mean) < LAST:
-        return with_interval(float(curve.mean[-1]), float(curve.low[-1]), float(curve.high[-1]))
-    return f"{with_interval(*over_seeds(list(curve.mean[-LAST:])))} last {LAST}"
-
-
-def _last_row(line: Line, biggest: float) -> str:
+def _last_row(line: Line, biggest: float, write: Callable[..., str]) -> str:
     """The last value with its interval.
 
     Beside lines whose values reach ``biggest``, rounding errors are 0.
     """
-    return "0" if size_of(line) < 1e-5 * biggest else with_interval(*line.rows[-1].value)
+    return "0" if size_of(line) < 1e-5 * biggest else write(*line.rows[-1].value)
 
 
 def _faint(shade: str, alpha: float = 0.16) -> str:
