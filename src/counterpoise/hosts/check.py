@@ -83,7 +83,10 @@ def check_verl() -> list[Check]:
     )
     if not names.estimators:
         return [plugin]
-    return [plugin, _attempt("verl loss", selftest.check_credit, FIX_VERL)]
+    checks = [plugin, _attempt("verl loss", selftest.check_credit, FIX_VERL)]
+    if names.trainers:
+        checks.append(_attempt("verl settings", selftest.check_unread, FIX_VERL))
+    return checks + [Check("verl functions", True, names.checked)] * bool(names.checked)
 
 
 def _attempt(name: str, look: Callable[[], str], fix: str = FIX) -> Check:

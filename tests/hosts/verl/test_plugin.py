@@ -113,6 +113,7 @@ def test_importing_verl_registers_everything(look):
         "counterpoise/sync",
     ]
     assert seen["problems"] == []
+    assert seen["checked"].endswith("take the arguments it expects, with the tested code")
 
 
 def test_a_failure_that_verl_swallowed_is_named(look):
@@ -186,12 +187,6 @@ def test_without_verl():
         [sys.executable, "-W", "ignore", "-c", MISSING], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == [str([line]), line, line]
-
-
-def test_another_version_of_verl_is_refused(monkeypatch):
-    monkeypatch.setattr("verl.__version__", "0.10.0")
-    with pytest.raises(ValueError, match="works with verl 0.9.1, found 0.10.0"):
-        host.register()
 
 
 def test_credit_reaches_verls_loss(monkeypatch):

@@ -5,8 +5,6 @@ What verl's methods do around ours is verl's own code.
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -15,13 +13,11 @@ pytest.importorskip(
     reason="verl has its own environment: scripts/make_verl_env.sh .venv/bin/python .venv-verl",
 )
 
-import transfer_queue
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync
+from verl.trainer.ppo.v1 import PPOTrainerSync
 
 import counterpoise as cp
 from counterpoise.hosts.verl import register
-from counterpoise.hosts.verl.checks import check_config, check_version, mode_of
+from counterpoise.hosts.verl.checks import check_config, mode_of
 from counterpoise.hosts.verl.trainer import CreditSync
 from helpers.verl.cases import (
     Queue,
@@ -365,12 +361,7 @@ def test_the_constructor_restores_verls_own_mode(monkeypatch):
         CreditSync(config("counterpoise/delta"))
 
 
-def test_versions_and_modes():
-    check_version("0.9.1")
-    with pytest.raises(
-        ValueError, match=r"works with verl 0.9.1, found 0.10.0. pip install 'verl==0.9.1'"
-    ):
-        check_version("0.10.0")
+def test_modes():
     with pytest.raises(ValueError, match="Did you mean 'counterpoise/sync'"):
         mode_of("counterpoise/snyc")
 
@@ -380,22 +371,3 @@ def test_the_queue_in_memory_gives_what_was_put():
     got = Queue(rows).kv_batch_get([row.key for row in rows], "train", ["rm_scores", "uid"])
     assert torch.equal(got["rm_scores"].values(), nested(rows, "rm_scores").values())
     assert list(got["uid"]) == [row.fields["uid"] for row in rows]
-
-
-def test_the_signatures_that_we_rely_on():
-    def names(function):
-        return list(inspect.signature(function).parameters)
-
-    assert names(PPOTrainer._compute_advantage) == ["self", "batch", "metrics"]
-    assert names(PPOTrainer._balance_batch) == [
-        "self",
-        "batch",
-        "metrics",
-        "logging_prefix",
-        "keep_minibatch",
-    ]
-    assert names(PPOTrainer._save_checkpoint) == names(PPOTrainer._load_checkpoint) == ["self"]
-    assert names(transfer_queue.kv_batch_get)[:3] == ["keys", "partition_id", "select_fields"]
-    assert {"keys", "partition_id"} <= set(names(transfer_queue.kv_clear))
-    assert names(transfer_queue.KVBatchMeta.select_keys) == ["self", "keys_to_select"]
-    assert names(upsample_batch_to_divisible_size) == ["batch", "batch_multiple", "eos_token_id"]

@@ -69,12 +69,23 @@ def is_filler(tag: dict[str, Any]) -> bool:
     return tag.get("is_padding", False)
 
 
+def last_outputs(keys: list[str]) -> Tensor:
+    """For each row, the row of its session's last output; keys are <prompt>_<session>_<output>."""
+    row_of = {key: row for row, key in enumerate(keys)}
+    last: dict[str, int] = {}
+    for key in keys:
+        session, _, output = key.rpartition("_")
+        last[session] = max(last.get(session, 0), int(output))
+    sessions = [key.rpartition("_")[0] for key in keys]
+    return torch.tensor([row_of[f"{session}_{last[session]}"] for session in sessions])
+
+
 def check_keys(keys: list[str]) -> None:
     """A session is one rollout."""
     several = [key for key in keys if not key.endswith("_0")]
     if several:
         raise ValueError(
-            f"session {several[0].rsplit('_', 1)[0]} gave more than one trajectory, and credit"
-            " needs one per rollout. Let the agent loop return one output per session, or use an"
-            " estimator of verl's own."
+            f"session {several[0].rsplit('_', 1)[0]} gave more than one trajectory, and plans and"
+            " credit that reads tokens need one per rollout. Let the agent loop return one output"
+            " per session, or use a method that reads rewards alone (counterpoise/dapo)."
         )

@@ -10,10 +10,12 @@ import warnings
 from typing import TYPE_CHECKING
 
 from counterpoise.errors import nearest
+from counterpoise.hosts.verl.hooks import TESTED
 from counterpoise.hosts.verl.method import (
     MODES,
     PREFIX,
     Setup,
+    estimator_trouble,
     loss_method,
     refuse,
     settings_of,
@@ -25,25 +27,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from verl.workers.config import ActorConfig
 
-SUPPORTED = "0.9.1"
-
-
-def check_version(version: str) -> None:
-    """The hooks were written for one version of verl, which changes its trainer between minor
-    versions.
-    """
-    if version != SUPPORTED:
-        raise ValueError(
-            f"counterpoise.hosts.verl works with verl {SUPPORTED}, found {version}. pip install"
-            f" 'verl=={SUPPORTED}'"
-        )
-
 
 def check_installed() -> None:
     """One line instead of a failing import deep inside."""
     if importlib.util.find_spec("verl") is None:
         raise ImportError(
-            f"verl is not installed. pip install 'counterpoise[verl]' (verl {SUPPORTED}) in an"
+            f"verl is not installed. pip install 'counterpoise[verl]' (verl {TESTED}) in an"
             " environment of its own."
         )
 
@@ -87,6 +76,28 @@ def check_config(config: DictConfig, mode: str) -> tuple[Setup | None, Setup | N
     if ours.has_own_plan:
         _check_plan(config, ours, mode)
     return ours if is_ours else None, ours if ours.has_own_plan else None
+
+
+def check_own_trainer(config: DictConfig) -> None:
+    """What one of verl's own trainers cannot do is an error at its start; what it does not read is
+    said.
+    """
+    name, settings = str(config.algorithm.adv_estimator), settings_of(config.algorithm)
+    unread = sorted(settings)
+    if name.startswith(PREFIX):
+        ours = setup(name.removeprefix(PREFIX), settings)
+        _check_credit(config, ours)
+        refuse(estimator_trouble(ours))
+        unread = ["plan"] if ours.has_own_plan else []
+    _check_loss(config)
+    if unread:
+        mode = config.trainer.v1.trainer_mode
+        warnings.warn(
+            f"trainer.v1.trainer_mode={mode} is verl's own and does not read"
+            f" {', '.join(f'algorithm.counterpoise.{key}' for key in unread)}. Set"
+            f" trainer.v1.trainer_mode={PREFIX}{mode}.",
+            stacklevel=3,
+        )
 
 
 def sequence_trouble(actor: DictConfig | ActorConfig) -> str | None:

@@ -28,6 +28,7 @@ from counterpoise.hosts.verl.method import (
     Setup,
     estimator_trouble,
     refuse,
+    rollouts_per_prompt,
     settings_of,
     setup,
     trainer_trouble,
@@ -47,13 +48,15 @@ class Loan:
 
     Attributes:
         columns: columns of a TokenBatch, [N, T] each; ``mask_NT`` is the mask before any rollout
-            was rejected.
+            was rejected. Empty for methods that read rewards alone.
+        last_N: for each row, the row of its session's last output, which stands for the session.
         state: the method's state after the last batch.
         batch_number: verl's global step, from which random draws are derived.
         credit: filled by the estimator.
     """
 
     columns: dict[str, Tensor]
+    last_N: Tensor
     state: dict[str, Any] | None = None
     batch_number: int = 0
     credit: Credit | None = None
@@ -86,6 +89,8 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         **others: object,
     ) -> tuple[Tensor, Tensor]:
         ours = setup(name, settings_of(config))
+        if _loan.get() is None and index is not None:
+            _check_outputs(ours, response_mask, index, rollouts_per_prompt(config))
         credit_NT = credit(ours, token_level_rewards, response_mask, index)
         return credit_NT, credit_NT
 
@@ -98,25 +103,52 @@ def credit(
 ) -> Tensor:
     """Credit of every token of a verl batch, [N, T]; 0 where ``response_mask`` is 0.
 
-    The rows that verl appends to fill up a batch are left out of every statistic.
+    The rows that verl appends to fill up a batch are left out of every statistic. Of a session with
+    several outputs the last one counts, and all get its credit, as in verl's own grpo.
     """
     loan = _loan.get()
     _check(setup, loan, index)
     uid_N = np.asarray(index, dtype=str)
     _, group_N = np.unique(uid_N, return_inverse=True)
     group_N = torch.from_numpy(group_N.reshape(-1)).to(response_mask.device)
-    is_filler_N = torch.from_numpy(np.char.startswith(uid_N, "pad"))
-    is_filler_N &= ~response_mask.bool().any(1).cpu()
     reward_N = token_level_rewards.sum(-1)
+    last_N = loan.last_N if loan else torch.arange(len(uid_N))
     columns = loan.columns if loan and not setup.method.reads_rewards_only else _one_token(reward_N)
-    row_R = (~is_filler_N).nonzero().flatten()
+    row_R = (~_is_filler(uid_N, response_mask) & (last_N == torch.arange(len(uid_N)))).nonzero()
+    row_R = row_R.flatten()
     row_R = row_R[columns["mask_NT"][row_R].any(1)]
     out, credit_RT = _assign(setup, loan, columns, reward_N, group_N, row_R)
     if loan is not None:
         loan.credit = out
     credit_NT = torch.zeros(response_mask.shape, dtype=credit_RT.dtype, device=response_mask.device)
     credit_NT[row_R] = credit_RT.expand(-1, response_mask.shape[1])
-    return credit_NT * response_mask
+    return credit_NT[last_N] * response_mask
+
+
+def _is_filler(uid_N: np.ndarray, response_mask: Tensor) -> Tensor:
+    """Rows that verl appended: a prompt id that starts with pad, and no token in the mask."""
+    is_pad_N = torch.from_numpy(np.char.startswith(uid_N, "pad"))
+    return is_pad_N & ~response_mask.bool().any(1).cpu()
+
+
+def _check_outputs(
+    setup: Setup, response_mask: Tensor, index: PromptIds, per_prompt: int | None
+) -> None:
+    """An error where a prompt has more rows than rollouts: verl does not say which rows are outputs
+    of one session.
+    """
+    uid_N = np.asarray(index, dtype=str)
+    prompts, counts = np.unique(
+        uid_N[~_is_filler(uid_N, response_mask).numpy()], return_counts=True
+    )
+    if per_prompt is None or not len(counts) or counts.max() <= per_prompt:
+        return
+    raise ValueError(
+        f"{PREFIX}{setup.method.name}: prompt {prompts[counts.argmax()]} has {counts.max()} rows"
+        f" with actor_rollout_ref.rollout.n={per_prompt}. An agent loop returned several outputs"
+        " per session, which would count as rollouts. Set"
+        f" trainer.v1.trainer_mode={PREFIX}sync: it counts a session once, as verl's grpo does."
+    )
 
 
 def _check(setup: Setup, loan: Loan | None, index: PromptIds | None) -> None:

@@ -100,6 +100,13 @@ def settings_of(config: DictConfig | AlgoConfig | dict[str, Any] | None) -> dict
     return {str(key): value for key, value in plain.items()}
 
 
+def rollouts_per_prompt(config: DictConfig | AlgoConfig | dict[str, Any] | None) -> int | None:
+    """verl's ``rollout.n``, where its ``algorithm`` is a part of the whole configuration."""
+    whole = getattr(config, "_get_root", dict)()
+    rollout = (whole.get("actor_rollout_ref") or {}).get("rollout") or {}
+    return rollout.get("n")
+
+
 @functools.cache
 def loss_method(name: str) -> Method:
     """A method for its loss, built once per process; an error where verl cannot run that loss."""

@@ -1,4 +1,4 @@
-"""counterpoise inside verl 0.9.1: estimators, policy losses and trainers under
+"""counterpoise inside verl: estimators, policy losses and trainers under
 ``counterpoise/<name>``.
 
     algorithm.adv_estimator=counterpoise/ktae       credit; the estimator alone is enough where
@@ -18,34 +18,41 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import os
 import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import counterpoise as cp
-from counterpoise.hosts.verl.checks import check_installed, check_version
+from counterpoise.hosts.verl import hooks
+from counterpoise.hosts.verl.checks import check_installed
 from counterpoise.hosts.verl.method import MODES, PREFIX
 
 ENTRY_POINTS = "verl.plugins"
 PLUGIN = "counterpoise.hosts.verl.plugin"
 TRAINER = "counterpoise.hosts.verl.trainer"
+ALL_HOOKS = hooks.LOSSES | hooks.TRAINERS
 
 
 class Registration(NamedTuple):
-    """What of counterpoise is in verl's registries, and what is wrong, each with its fix."""
+    """What of counterpoise is in verl's registries, what is wrong, each with its fix, and what was
+    looked at of verl.
+    """
 
     version: str | None
     estimators: list[str]
     losses: list[str]
     trainers: list[str]
     problems: list[str]
+    checked: str = ""
 
 
 def register() -> None:
     """Put every method into verl's registries. May be called twice.
 
-    A part that cannot be registered is named in a warning.
+    Of another version than the tested one the functions that we stand on are looked at first. A
+    part that cannot be registered is named in a warning.
     """
     check_installed()
     import verl
@@ -54,14 +61,18 @@ def register() -> None:
     from counterpoise.hosts.verl.estimators import estimator
     from counterpoise.hosts.verl.loss import policy_loss
 
-    check_version(verl.__version__)
+    version, is_tested = verl.__version__, verl.__version__ == hooks.TESTED
+    line = "" if is_tested else hooks.line_on(version, hooks.LOSSES)
     for name in cp.methods():
         register_adv_est(PREFIX + name)(estimator(name))
         register_policy_loss(PREFIX + name)(policy_loss(name))
     try:
+        line = "" if is_tested else hooks.line_on(version, ALL_HOOKS)
         importlib.import_module(TRAINER)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         warnings.warn(_no_trainer(error), stacklevel=2)
+    if line:
+        warnings.warn(f"{line}. `counterpoise doctor verl` tries it.", stacklevel=2)
 
 
 def registration() -> Registration:
@@ -96,7 +107,8 @@ def registration() -> Registration:
     problems = [] if expected <= set(estimators) & set(losses) else _causes(verl.__version__)
     if not problems and len(trainers) < len(MODES):
         problems = _trainer_causes()
-    return Registration(verl.__version__, estimators, losses, trainers, problems)
+    checked = "" if problems else hooks.line_on(verl.__version__, ALL_HOOKS)
+    return Registration(verl.__version__, estimators, losses, trainers, problems, checked)
 
 
 def _ours(registry: Iterable[str]) -> list[str]:
@@ -114,6 +126,8 @@ def _trainers() -> list[str]:
 
 def _causes(version: str) -> list[str]:
     """Why verl does not know our estimators and losses."""
+    import verl
+
     policy, points = (
         os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower(),
         importlib.metadata.entry_points(group=ENTRY_POINTS),
@@ -128,6 +142,11 @@ def _causes(version: str) -> list[str]:
             f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading counterpoise. Unset it, or"
             " add counterpoise to it."
         ]
+    if ENTRY_POINTS not in inspect.getsource(verl):
+        return [
+            f"verl {version} looks for no plug-ins. Set VERL_USE_EXTERNAL_MODULES={PLUGIN} on"
+            " every node; it brings estimators and losses, for trainers take verl >= 0.9."
+        ]
     try:
         importlib.import_module(PLUGIN)
     except Exception as error:
@@ -140,8 +159,9 @@ def _causes(version: str) -> list[str]:
 
 def _trainer_causes() -> list[str]:
     try:
+        hooks.look_at(hooks.TRAINERS)
         importlib.import_module(TRAINER)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         return [_no_trainer(error)]
     return [
         f"verl had not loaded {TRAINER}, which imports without a failure now. Run the check in a"
@@ -149,9 +169,9 @@ def _trainer_causes() -> list[str]:
     ]
 
 
-def _no_trainer(error: ImportError) -> str:
+def _no_trainer(error: ImportError | ValueError) -> str:
     return (
         f"verl's trainers (trainer_mode={PREFIX}sync) are not available: {error!r}. Estimators and"
-        " losses are. pip install 'verl[verl-core]==0.9.1' brings what verl's own trainers import,"
-        " TransferQueue among it."
+        f" losses are. pip install 'verl[verl-core]=={hooks.TESTED}' brings what verl's own"
+        " trainers import, TransferQueue among it."
     )

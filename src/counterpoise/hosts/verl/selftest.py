@@ -7,6 +7,8 @@ at.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from counterpoise.hosts.verl.checks import check_installed
@@ -38,3 +40,22 @@ def check_credit() -> str:
             f" {expected_NT.tolist()}."
         )
     return "the gradient of verl's loss is the credit"
+
+
+def check_unread() -> str:
+    """Prove that a trainer of verl's own says at its start which settings it does not read."""
+    from omegaconf import OmegaConf
+
+    from counterpoise.hosts.verl.checks import check_own_trainer
+
+    config = OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": "grpo", "counterpoise": {"plan": "query_preserved"}},
+            "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}},
+            "trainer": {"v1": {"trainer_mode": "sync"}},
+        }
+    )
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        check_own_trainer(config)
+    return f"a trainer of verl's own says at its start: {lines[0].message}"

@@ -16,15 +16,15 @@ overridden; each calls super, none copies verl:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
-from counterpoise.hosts.verl.checks import check_config, check_installed, check_version, mode_of
+from counterpoise.hosts.verl.checks import check_config, check_installed, check_own_trainer, mode_of
 
 check_installed()
 
 # ruff: noqa: E402
 import torch
-import verl
 from verl.trainer.ppo.v1 import (
     PPOTrainer,
     PPOTrainerColocateAsync,
@@ -39,7 +39,13 @@ from verl.utils.seqlen_balancing import (
 )
 
 from counterpoise.hosts.verl import plan
-from counterpoise.hosts.verl.batch import graded_rollouts, is_filler, leave_out, token_columns
+from counterpoise.hosts.verl.batch import (
+    graded_rollouts,
+    is_filler,
+    last_outputs,
+    leave_out,
+    token_columns,
+)
 from counterpoise.hosts.verl.estimators import Loan, lending
 from counterpoise.hosts.verl.method import PREFIX
 from counterpoise.hosts.verl.state import load_state, save_state
@@ -58,7 +64,6 @@ class CreditMixin(Host):
     """
 
     def __init__(self, config: DictConfig) -> None:
-        check_version(verl.__version__)
         # verl compares the mode with its own names in many places
         mode = config.trainer.v1.trainer_mode = mode_of(config.trainer.v1.trainer_mode)
         self.credit_setup, self.plan_setup = check_config(config, mode)
@@ -68,7 +73,9 @@ class CreditMixin(Host):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.credit_setup is None:
             return super()._compute_advantage(batch, metrics)
-        loan = Loan(token_columns(batch), self.credit_state, self.global_steps)
+        is_plain = self.credit_setup.method.reads_rewards_only
+        columns = {} if is_plain else token_columns(batch)
+        loan = Loan(columns, last_outputs(batch.keys), self.credit_state, self.global_steps)
         with lending(loan):
             batch = super()._compute_advantage(batch, metrics)
         if loan.credit is not None:
@@ -155,3 +162,21 @@ class CreditColocateAsync(CreditMixin, PPOTrainerColocateAsync):
 @register_trainer(f"{PREFIX}separate_async")
 class CreditSeparateAsync(CreditMixin, PPOTrainerSeparateAsync):
     """The same for verl's asynchronous trainer with GPUs of its own for rollouts."""
+
+
+def say_what_is_not_read(trainer: Any) -> None:
+    """verl's own trainers check counterpoise's settings at their start, too; nothing else of them
+    is touched.
+    """
+    start = trainer.__init__
+
+    @functools.wraps(start)
+    def check_and_start(self: PPOTrainer, config: DictConfig) -> None:
+        if not isinstance(self, CreditMixin):
+            check_own_trainer(config)
+        start(self, config)
+
+    trainer.__init__ = check_and_start
+
+
+say_what_is_not_read(PPOTrainer)
