@@ -114,7 +114,7 @@ import json, sys
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
 config = parse_config(json.loads(sys.argv[1]))
-train(config, resume=sys.argv[2] == "resume")
+train(config, resume=sys.argv[2] == "resume", fresh=sys.argv[2] == "fresh")
 """
 
 
@@ -152,7 +152,7 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, error
-        mode = "resume" if (Path(torn["run_dir"]) / "manifest.json").exists() else "new"
+        mode = "resume" if checkpoint.checkpoints(Path(torn["run_dir"])) else "fresh"
     assert kills >= 2
     assert metrics(whole["run_dir"]) == metrics(torn["run_dir"])
     assert read_jsonl(Path(whole["run_dir"]) / "evals.jsonl") == read_jsonl(

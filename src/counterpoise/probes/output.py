@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from counterpoise.maths.intervals import interval_of, ratios_by_cluster
-from counterpoise.run.files import write_json, write_table, write_text
+from counterpoise.run.files import inside, write_json, write_table, write_text
+from counterpoise.run.own import PROBE_FILE
 from counterpoise.run.schema import SCHEMA_VERSION
 
 Columns = dict[str, Any]
@@ -41,15 +41,16 @@ class Output:
         *,
         fresh: bool = False,
     ) -> None:
-        self.folder = run_dir / "probes" / name / f"batch_{batch_number:06d}"
+        self.folder = inside(run_dir, "probes", name, f"batch_{batch_number:06d}")
         self.facts = {
             "schema_version": SCHEMA_VERSION,
             "probe": name,
             "batch": batch_number,
             "settings": settings,
         }
-        if fresh:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        for file in self.folder.iterdir() if fresh and self.folder.is_dir() else ():
+            if PROBE_FILE.fullmatch(file.name):
+                file.unlink()
         started = self.folder / "started.json"
         if started.is_file() and json.loads(started.read_text()) != json.loads(
             json.dumps(self.facts)

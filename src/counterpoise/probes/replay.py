@@ -26,7 +26,7 @@ from counterpoise.policy import load_model
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import try_update
-from counterpoise.run.files import write_table
+from counterpoise.run.files import inside, write_table
 from counterpoise.trainer.collect import measure_columns
 from counterpoise.types import Credit, TokenBatch
 
@@ -69,7 +69,8 @@ def replay(
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
     scene = open_scene(run_dir, batch_number, trust=trust)
     assigned = {label: assign(scene, made) for label, made in named.items()}
-    folder = run_dir / "probes" / "replay" / f"batch_{batch_number:06d}" / folder_name(list(named))
+    place = ("probes", "replay", f"batch_{batch_number:06d}", folder_name(list(named)))
+    folder = inside(run_dir, *place)
     columns = credit_columns(scene, assigned)
     numbers: dict[str, Any] = {
         "credit": {label: credit_numbers(one) for label, one in assigned.items()}

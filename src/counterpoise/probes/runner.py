@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from counterpoise.errors import nearest
 from counterpoise.probes.output import Output, pooled_tables, write_summary
 from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
-from counterpoise.run.files import batch_of
+from counterpoise.run.files import batch_of, inside
 from counterpoise.run.read import batch_files, checkpoints
 
 
@@ -163,7 +163,7 @@ def pool(run_dir: Path, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{run_dir}: probe {name} was not run at any batch yet. Run it with --batch first."
         )
-    folder = run_dir / "probes" / name / "pooled"
+    folder = inside(run_dir, "probes", name, "pooled")
     return chosen.summary(
         folder,
         {"probe": name, "batches": [batch_of(path) for path in folders]},

@@ -81,8 +81,22 @@ def settings_table(groups: Sequence[Group]) -> Table:
             *(", ".join(str(len(run.metrics)) for run in group.runs) for group in groups),
         ]
     )
+    changes = ["; ".join(filter(None, map(changes_of, group.runs))) for group in groups]
+    if any(changes):
+        rows.append(["changed on resume", *(text or "–" for text in changes)])
     return Table(
         ["setting", *(group.label for group in groups)], rows, [""] * len(rows), merge=True
+    )
+
+
+def changes_of(run: RunFolder) -> str:
+    """Settings that changed when the run was resumed, each with its batch (from the manifest)."""
+    changes = run.manifest.get("changes")
+    return ", ".join(
+        f"{_setting(one.get('key'))} {_setting(one.get('before')) or 'none'} →"
+        f" {_setting(one.get('now')) or 'none'} from batch {_setting(one.get('batch'))}"
+        for one in (changes if isinstance(changes, list) else [])
+        if isinstance(one, dict)
     )
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from counterpoise.errors import ConfigError
 from counterpoise.run.schema import SCHEMA_VERSION, TABLE_VERSION
 
 if TYPE_CHECKING:
@@ -20,16 +23,20 @@ if TYPE_CHECKING:
 
 Columns = Mapping[str, "Sequence[Any] | np.ndarray | pa.Array"]
 Json = Mapping[str, Any] | Sequence[Any] | str | float | None
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """``write`` fills a temporary name beside ``path``; fsync, then rename.
 
-    On failure the temporary is removed and the old file stays.
+    The name is new and cannot be foretold, so that nothing planted is written through. On failure
+    the temporary is removed and the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_name(path)
     try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
         write(temporary)
         sync_file(temporary)
         os.replace(temporary, path)
@@ -63,9 +70,10 @@ def write_table(path: Path, columns: Columns) -> None:
 
 def append_json(path: Path, row: Mapping[str, Any]) -> None:
     """One object per line with the schema version, flushed to disk; a number that is not finite
-    becomes null.
+    becomes null. A link is not followed.
     """
-    with path.open("a", encoding="utf-8") as file:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_FOLLOW, 0o666)
+    with os.fdopen(handle, "a", encoding="utf-8") as file:
         file.write(json_line(row))
         file.flush()
         os.fsync(file.fileno())
@@ -85,8 +93,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     takes its name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_name(path)
     try:
         temporary.mkdir()
         fill(temporary)
@@ -94,12 +101,45 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
             if file.is_file():
                 sync_file(file)
         sync_folder(temporary)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and any(path.iterdir()):
+            remove_folder(path)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, whole at any moment for whoever looks for it by its name."""
+    temporary = temporary_name(path)
+    os.replace(path, temporary)
+    shutil.rmtree(temporary)
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside ``path`` that nobody can foretell."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether ``temporary_name`` gave it.
+
+    >>> is_temporary(temporary_name(Path("runs/a.json")).name), is_temporary("mine.tmp")
+    (True, False)
+    """
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def inside(run_dir: Path, *parts: str) -> Path:
+    """A folder of a run to write to; one that is a link out of the run is an error."""
+    path, root = run_dir.joinpath(*parts), run_dir.resolve()
+    if not path.resolve().is_relative_to(root):
+        raise ConfigError(
+            f"{path} leads out of the run folder, to {path.resolve()}. Nothing is written or"
+            " removed through a link: remove it, or choose another run folder."
+        )
+    return path
 
 
 def sync_file(path: Path) -> None:
@@ -117,7 +157,7 @@ def sync_folder(path: Path) -> None:
 
 def batch_file(run_dir: Path, folder: str, batch_number: int, suffix: str) -> Path:
     """Where a batch's file lies: ``batch_file(run, "plan", 12, ".json")``."""
-    return run_dir / folder / f"batch_{batch_number:06d}{suffix}"
+    return inside(run_dir, folder) / f"batch_{batch_number:06d}{suffix}"
 
 
 def batch_of(path: Path) -> int:

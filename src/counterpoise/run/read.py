@@ -183,7 +183,7 @@ def open_run(path: str | Path) -> RunFolder:
 
 def check_current(run_dir: Path) -> None:
     """An error that says what to do, for a run of version 1 that is to be resumed or probed."""
-    if _mapping(run_dir, "manifest.json", []).get("schema_version") == 1:
+    if read_mapping(run_dir / "manifest.json").get("schema_version") == 1:
         raise ValueError(
             f"{run_dir} was written in schema version 1: report, view, compare, audit and load_run"
             " read it. To resume, probe or replay it, train it again, or check out the commit that"
@@ -273,6 +273,11 @@ def read_jsonl(path: Path, problems: list[str] | None = None) -> list[Row]:
             " shown."
         )
     return rows
+
+
+def read_mapping(file: Path) -> Row:
+    """A mapping of a small JSON or YAML file; empty if it is not there or cannot be read."""
+    return _mapping(file.parent, file.name, [])
 
 
 def _current(row: Mapping[str, Any]) -> Row:

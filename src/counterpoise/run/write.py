@@ -6,27 +6,27 @@ tensors.
 
 from __future__ import annotations
 
-import shutil
+import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from counterpoise.errors import ConfigError
 from counterpoise.run.environment import process_facts
 from counterpoise.run.files import (
     Columns,
     append_json,
     batch_file,
-    batch_of,
-    json_line,
     sync_folder,
+    write_atomically,
     write_json,
     write_table,
     write_text,
 )
-from counterpoise.run.read import check_current, read_jsonl
+from counterpoise.run.own import HEAD, is_manifest, own_paths, remove_leftovers, remove_run
+from counterpoise.run.read import batch_files, read_mapping
 from counterpoise.run.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -35,49 +35,54 @@ if TYPE_CHECKING:
 
     from counterpoise.types import Credit, RolloutBatch
 
-
-def check_free(run_dir: Path, *, fresh: bool, resume: bool) -> None:
-    """Before anything is written: a folder that holds a run is resumed, replaced on request, or an
-    error.
-    """
-    has_run = (run_dir / "manifest.json").is_file()
-    has_files = run_dir.is_dir() and any(run_dir.iterdir())
-    if resume and not has_run:
-        raise ConfigError(f"--resume: {run_dir} holds no run. Start one without --resume.")
-    if resume:
-        check_current(run_dir)
-    if resume or not has_files:
-        return
-    if not has_run:
-        raise ConfigError(
-            f"run_dir: {run_dir} exists, is not empty and holds no run. Choose another with --set"
-            " run_dir=..."
-        )
-    if not fresh:
-        raise ConfigError(
-            f"run_dir: {run_dir} holds a run. Continue it with --resume, replace it with --fresh,"
-            " or --set run_dir=..."
-        )
+log = logging.getLogger("counterpoise.run")
 
 
 def create_run(run_dir: Path, config: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> None:
-    """Start a run folder, an earlier run in it removed; ``manifest.json`` comes last: with it the
-    folder is a run.
+    """Start a run folder, what an earlier run wrote in it removed; ``manifest.json`` comes last:
+    with it the folder is a run.
 
     Args:
         config: the recipe, for ``config.yaml``; None where there is none (an import).
         facts: of the run (method, seed, device ...), for ``manifest.json`` beside versions, commit
             and command of this process.
     """
-    if (run_dir / "manifest.json").is_file():
-        shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run_dir)
+    if is_manifest(read_mapping(run_dir / "manifest.json")):
+        remove_run(run_dir)
     if config is not None:
-        head = f"# counterpoise run folder, schema version {SCHEMA_VERSION}\n"
-        write_text(run_dir / "config.yaml", head + yaml.safe_dump(dict(config), sort_keys=False))
+        write_config(run_dir, config)
     write_json(
         run_dir / "manifest.json", {"schema_version": SCHEMA_VERSION, **process_facts(), **facts}
     )
+
+
+def write_config(run_dir: Path, config: Mapping[str, Any]) -> None:
+    """``config.yaml``."""
+    text = yaml.safe_dump(dict(config), sort_keys=False)
+    write_text(run_dir / "config.yaml", f"{HEAD} {SCHEMA_VERSION}\n{text}")
+
+
+def write_changes(
+    run_dir: Path,
+    batch_number: int,
+    changes: Mapping[str, tuple[Any, Any]],
+    config: Mapping[str, Any],
+) -> None:
+    """Settings that a resumed run changes: each with its batch under ``changes`` of the manifest,
+    then the whole recipe.
+    """
+    manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    before = list(manifest.get("changes", []))
+    new = [
+        {"batch": batch_number, "key": key, "before": stored, "now": given}
+        for key, (stored, given) in changes.items()
+    ]
+    # a kill between the two files brings the same changes again
+    manifest["changes"] = before + [change for change in new if change not in before]
+    write_json(run_dir / "manifest.json", manifest)
+    write_config(run_dir, config)
 
 
 def write_rollouts(
@@ -110,21 +115,55 @@ def append_row(run_dir: Path, name: str, batch_number: int, row: Mapping[str, An
 
 def rewind(run_dir: Path, batch_number: int) -> None:
     """Forget what was written at or after a batch, so that a resumed run writes it again; the
-    evaluation before it stays.
+    evaluation before it stays, and so does every line that cannot be read.
     """
+    own_paths(run_dir)  # no folder leads out
+    remove_leftovers(run_dir)
     for name, end in (
         ("metrics", batch_number),
         ("timing", batch_number),
         ("evals", 1 + batch_number),
     ):
-        path = run_dir / f"{name}.jsonl"
-        rows = [row for row in read_jsonl(path) if row["batch"] < end]
-        write_text(path, "".join(map(json_line, rows)))
+        _rewind_lines(run_dir / f"{name}.jsonl", end)
     for folder in ("rollouts", "tokens", "plan"):
-        for file in (run_dir / folder).glob("batch_*"):
-            if batch_of(file) >= batch_number:
+        for batch, file in batch_files(run_dir, folder).items():
+            if batch >= batch_number:
                 file.unlink()
     sync_folder(run_dir)
+
+
+def _rewind_lines(path: Path, end: int) -> None:
+    """Drop the rows of batch ``end`` and later, and a last line that was cut off; keep the rest
+    byte for byte.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    batches = [_batch_of_line(line) for line in lines]
+    kept = [line for line, batch in zip(lines, batches) if batch is None or batch < end]
+    if kept and not kept[-1].endswith(b"\n"):
+        del kept[-1], batches[-1]
+    if kept != lines:
+        write_atomically(path, lambda temporary: _write_bytes(temporary, b"".join(kept)))
+    unread = [at for at, batch in enumerate(batches, 1) if batch is None]
+    if unread:
+        log.warning(
+            "--resume: %s: %d lines cannot be read, the first is line %d; they stay as they are.",
+            path.name,
+            len(unread),
+            unread[0],
+        )
+
+
+def _batch_of_line(line: bytes) -> int | None:
+    """The batch of a jsonl row; None if it tells none."""
+    try:
+        batch = json.loads(line)["batch"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return batch if type(batch) is int else None
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -> Columns:

@@ -19,7 +19,7 @@ from counterpoise.maths.intervals import Interval
 from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.policy.load import quiet
 from counterpoise.policy.precision import autocast
-from counterpoise.run import checkpoint, write
+from counterpoise.run import checkpoint, own, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import checkpoints, read_jsonl
 from counterpoise.tasks import Task
@@ -30,6 +30,7 @@ from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Clock, Progress
+from counterpoise.trainer.resume import Changes, changed_settings
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import (
     Update,
@@ -68,21 +69,35 @@ def train(
         fresh: replace a run that is there.
     """
     run_dir = Path(config.run_dir)
-    write.check_free(run_dir, fresh=fresh, resume=resume)
+    own.check_free(run_dir, fresh=fresh, resume=resume)
+    changes = changed_settings(run_dir, config) if resume else {}
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_trackers(config)
     check_axes(config.ledger.decompose)
+    with own.lock_run(run_dir):
+        own.check_free(run_dir, fresh=fresh, resume=resume)
+        return train_policy(config, method, task, progress or Progress(quiet=True), changes, resume)
+
+
+def train_policy(
+    config: Config, method: Method, task: Task, progress: Progress, changes: Changes, resume: bool
+) -> Result:
+    """The loop, in a run folder that is this process's own."""
+    run_dir = Path(config.run_dir)
     policy, reference = load_policy(config, method)
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
-    state = start(run_dir, config, method, policy, optimizer, resume)
+    state = (
+        continue_run(run_dir, config, policy, optimizer, changes)
+        if resume
+        else start_run(run_dir, config, method, policy)
+    )
     trackers = open_trackers(config, run_dir, state.batch_number)
-    progress = progress or Progress(quiet=True)
     num_flat = last_number(run_dir, "reward/flat_batches")
 
     with stop_requests(progress.note) as stop, progress.open(config, state.batch_number):
-        if state.batch_number == 0:
+        if not resume:
             evaluate_policy(run_dir, 0, policy, task, config, progress)
             save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
         while state.batch_number < config.num_batches and not stop:
@@ -198,20 +213,8 @@ def device_of(config: Config) -> torch.device:
     return torch.device(automatic if config.device == "auto" else config.device)
 
 
-def start(
-    run_dir: Path,
-    config: Config,
-    method: Method,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    resume: bool,
-) -> LoopState:
-    """A new run folder, or the state of the last checkpoint with everything after it forgotten."""
-    complete = checkpoints(run_dir) if resume else []
-    if complete:
-        state = checkpoint.restore(complete[-1], policy.model, optimizer)
-        write.rewind(run_dir, state.batch_number)
-        return state
+def start_run(run_dir: Path, config: Config, method: Method, policy: Policy) -> LoopState:
+    """A new run folder."""
     torch.manual_seed(config.seed)
     device = policy.model.device
     facts = {
@@ -228,6 +231,21 @@ def last_number(run_dir: Path, key: str) -> int:
     """A whole number of the last batch in ``metrics.jsonl``; 0 in a new run."""
     rows = read_jsonl(run_dir / "metrics.jsonl")
     return int(rows[-1].get(key, 0)) if rows else 0
+
+
+def continue_run(
+    run_dir: Path,
+    config: Config,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    changes: Changes,
+) -> LoopState:
+    """The state of the last checkpoint, everything after it forgotten, changes written down."""
+    state = checkpoint.restore(checkpoints(run_dir)[-1], policy.model, optimizer)
+    write.rewind(run_dir, state.batch_number)
+    if changes:
+        write.write_changes(run_dir, state.batch_number, changes, config.model_dump(mode="json"))
+    return state
 
 
 def ledger_recording(config: Config, policy: Policy) -> Recording:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from counterpoise.run.files import inside
 from counterpoise.trainer.config import Config, ConfigError
 
 
@@ -31,7 +32,7 @@ def check_trackers(config: Config) -> None:
 def _tensorboard(config: Config, run_dir: Path, batch_number: int) -> Tracker:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=batch_number or None)
+    writer = SummaryWriter(str(inside(run_dir, "tensorboard")), purge_step=batch_number or None)
 
     def log(at: int, numbers: dict[str, Any]) -> None:
         for key, value in numbers.items():
