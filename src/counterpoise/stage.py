@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
-OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length"})
+OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length", "success_N"})
+
+# a reward of at least this much is a success, where neither the task nor the method says otherwise
+SUCCESS = 0.5
 
 # what a stage may declare of itself: a bool, or a function of its parameters that gives one
 FACTS = {
     "needs_groups": "compares the rollouts of a prompt: one rollout per prompt is an error",
+    "reads_success": "tells successes from failures (``success`` of the task, method or batch)",
     "reads_rewards_only": "a credit rule: one factor per rollout, from rewards and groups",
     "keeps_prompts_whole": "a plan: all rollouts that it takes of a prompt are in one update",
     "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
@@ -89,9 +93,14 @@ class Stage:
         known = self.parameters
         for name in params:
             if name not in known:
-                raise ValueError(f"{self.name} has no parameter {name!r}. {nearest(name, known)}")
+                raise ValueError(f"{self.name} has no parameter {name!r}. {self._hint(name)}")
         new = {key: as_stage(value) if callable(value) else value for key, value in params.items()}
         return dataclasses.replace(self, params={**self.params, **new})
+
+    def _hint(self, unknown: str) -> str:
+        if unknown == "threshold" and self.has("reads_success"):
+            return "What counts as success is set once: method.success, or task.success."
+        return nearest(unknown, self.parameters)
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.params.items())})"
@@ -262,11 +271,6 @@ def _restore(module: str, name: str, params: dict[str, Any]) -> Stage:
 
 class Sampler(Protocol):
     """What a trainer offers to the ``collect`` hook of a stage."""
-
-    @property
-    def success(self) -> float:
-        """A reward of at least this much is a success."""
-        ...
 
     def more(self) -> RolloutBatch:
         """The next prompts of the stream, sampled and graded as the batch was."""

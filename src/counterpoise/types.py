@@ -27,6 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from counterpoise.checks import check_shapes, check_values, pad_rows
+from counterpoise.stage import SUCCESS
+
 
 class Prompt(NamedTuple):
     """One question of a task: what the model reads and what the grader needs."""
@@ -47,7 +50,6 @@ COLUMNS = {
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
     "head_VD": "the weight of the LM head, model.get_output_embeddings().weight",
 }
-FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +63,9 @@ class TokenBatch:
         reward_N: the grader's number.
         sampler_logp_NT: log-prob of each token under the policy that sampled it.
         max_length: the generation limit, if there was one (``constant_length`` divides by it).
+        success: a reward of at least this much is a success; None takes 0.5.
+        success_N: True on successes, where something else than the sum of rewards decides it (one
+            of several reward functions); then ``success`` is not read.
         extra: further columns for rules of your own, first axis N.
 
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
@@ -89,12 +94,16 @@ class TokenBatch:
     topk_logp_NTK: Tensor | None = None
     head_VD: Tensor | None = None
     max_length: int | None = None
+    success: float | None = None
+    success_N: Tensor | None = None
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask_NT", self.mask_NT.bool())
-        _check_shapes(self)
-        _check_values(self)
+        if self.success_N is not None:
+            object.__setattr__(self, "success_N", self.success_N.bool())
+        check_shapes(self)
+        check_values(self)
 
     @classmethod
     def from_lists(
@@ -121,12 +130,12 @@ class TokenBatch:
             if name in columns
         }
         return cls(
-            token_ids_NT=_padded(token_ids, lengths, width, torch.long, "token_ids"),
+            token_ids_NT=pad_rows(token_ids, lengths, width, torch.long, "token_ids"),
             mask_NT=mask_NT,
             group_N=torch.as_tensor(group, dtype=torch.long),
             reward_N=torch.as_tensor(reward, dtype=dtype),
             **{
-                f"{name}_NT": _padded(rows, lengths, width, dtype, name)
+                f"{name}_NT": pad_rows(rows, lengths, width, dtype, name)
                 for name, rows in ragged.items()
             },
             **columns,
@@ -140,6 +149,18 @@ class TokenBatch:
     def length_N(self) -> Tensor:
         """Response tokens of each rollout."""
         return self.mask_NT.sum(1)
+
+    @property
+    def is_success_N(self) -> Tensor:
+        """Which rollouts count as solved: ``success_N`` where it is given, else reward >= success.
+
+        >>> one = TokenBatch.from_lists([[5]], group=[0], reward=[1.0], sampler_logp=[[-0.1]])
+        >>> one.is_success_N.tolist(), one.replace(success=2.0).is_success_N.tolist()
+        ([True], [False])
+        """
+        if self.success_N is not None:
+            return self.success_N
+        return self.reward_N >= (SUCCESS if self.success is None else self.success)
 
     def column(self, name: str) -> Tensor:
         """A column by name; a missing one is an error that says how to measure it."""
@@ -158,7 +179,7 @@ class TokenBatch:
 
     def select(self, row_R: Tensor) -> TokenBatch:
         """The chosen rollouts, in that order; columns without a rollout axis stay whole."""
-        whole = {"head_VD", "max_length"}
+        whole = {"head_VD", "max_length", "success"}
         columns: dict[str, Any] = {
             field.name: value if field.name in whole or value is None else value[row_R]
             for field in dataclasses.fields(self)
@@ -175,15 +196,16 @@ def stack_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     have, without ``extra``.
     """
     width = max(batch.mask_NT.shape[1] for batch in batches)
+    apart = {"head_VD", "max_length", "success", "extra"}
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(TokenBatch):
         parts = [getattr(batch, field.name) for batch in batches]
-        if field.name in ("head_VD", "max_length", "extra") or any(p is None for p in parts):
+        if field.name in apart or any(p is None for p in parts):
             continue
         if field.name.partition("_N")[2].startswith("T"):
             parts = [pad(p, (*[0, 0] * (p.dim() - 2), 0, width - p.shape[1])) for p in parts]
         columns[field.name] = torch.cat(parts)
-    return TokenBatch(**columns, max_length=batches[0].max_length)
+    return TokenBatch(**columns, max_length=batches[0].max_length, success=batches[0].success)
 
 
 class RolloutBatch(NamedTuple):
@@ -292,83 +314,3 @@ class TokenLoss(NamedTuple):
     ratio_NT: Tensor
     clipped_NT: Tensor
     coef_NT: Tensor
-
-
-def _padded(
-    rows: Sequence[Sequence[Any]], lengths: list[int], width: int, dtype: torch.dtype, name: str
-) -> Tensor:
-    got = [len(row) for row in rows]
-    if got != lengths:
-        first = next(
-            (i for i, (a, b) in enumerate(zip(got, lengths)) if a != b), min(len(got), len(lengths))
-        )
-        raise ValueError(
-            f"from_lists: {name} and token_ids disagree at rollout {first}: "
-            f"got lengths {got[first : first + 1]}, expected {lengths[first : first + 1]}."
-        )
-    out = torch.zeros(len(rows), width, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
-    return out
-
-
-def _check_shapes(batch: TokenBatch) -> None:
-    if batch.token_ids_NT.dim() != 2:
-        raise ValueError(
-            f"TokenBatch: token_ids_NT must be [N, T], got {list(batch.token_ids_NT.shape)}."
-        )
-    n, t = batch.token_ids_NT.shape
-    if n == 0 or t == 0:
-        raise ValueError(f"TokenBatch: no rollouts to work on, token_ids_NT is [{n}, {t}].")
-    named = [
-        (f.name, getattr(batch, f.name))
-        for f in dataclasses.fields(batch)
-        if f.name not in ("max_length", "extra")
-    ]
-    for name, value in named:
-        if value is None or name == "head_VD":
-            continue
-        axes = name.rsplit("_", 1)[1]
-        expected = {"N": n, "T": t}
-        if value.dim() != len(axes) or any(
-            value.shape[k] != expected.get(a, value.shape[k]) for k, a in enumerate(axes)
-        ):
-            raise ValueError(
-                f"TokenBatch: {name} has shape {list(value.shape)}, expected"
-                f" {[expected.get(a, a) for a in axes]} (N={n} rollouts, T={t} padded response"
-                " tokens from token_ids_NT)."
-            )
-    for name, value in batch.extra.items():
-        if value.shape[:1] != (n,):
-            raise ValueError(
-                f"TokenBatch: extra column {name!r} has shape {list(value.shape)}, expected first"
-                f" axis N={n}."
-            )
-
-
-def _check_values(batch: TokenBatch) -> None:
-    empty_N = ~batch.mask_NT.any(1)
-    if empty_N.any():
-        raise ValueError(
-            f"TokenBatch: rollouts {_which(empty_N)} have no response token (mask_NT is all False)."
-            " Drop them, or count the stop token as part of the response."
-        )
-    if not torch.isfinite(batch.reward_N).all():
-        raise ValueError(
-            "TokenBatch: reward_N is not finite at rollouts"
-            f" {_which(~torch.isfinite(batch.reward_N))}."
-        )
-    for name in FLOAT_COLUMNS:
-        value = getattr(batch, name)
-        if value is None:
-            continue
-        bad_N = (~torch.isfinite(value) & batch.mask_NT).any(1)
-        if bad_N.any():
-            raise ValueError(
-                f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}."
-            )
-
-
-def _which(bad_N: Tensor) -> str:
-    rows = bad_N.nonzero().flatten().tolist()
-    return str(rows[:8])[:-1] + (", ...]" if len(rows) > 8 else "]")

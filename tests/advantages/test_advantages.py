@@ -24,11 +24,10 @@ SETTINGS = [
     ("batch_whitened", {}),
     ("group_mean_batch_std", {}),
     ("signs", {}),
-    ("signs", {"threshold": 0.2}),
     ("positives_only", {}),
     ("negatives_only", {}),
     ("weighted_signs", {}),
-    ("weighted_signs", {"positive": 2.5, "threshold": 0.9}),
+    ("weighted_signs", {"positive": 2.5}),
     ("max_rl", {}),
 ]
 
@@ -238,7 +237,6 @@ def test_narrow_rewards_are_widened(name, dtype):
     [
         ("group_zscore", {"eps": -1.0}, "group_zscore: eps must be a number >= 0, got -1.0"),
         ("group_zscore", {"eps": "small"}, "group_zscore: eps must be a number >= 0, got 'small'"),
-        ("signs", {"threshold": float("nan")}, "signs: threshold must be a finite number, got nan"),
         (
             "weighted_signs",
             {"positive": -0.1},
@@ -258,9 +256,18 @@ def test_unknown_parameter_is_caught_when_bound():
         ADVANTAGES["group_zscore"](epsilon=1e-4)
 
 
-def test_fade_wants_binary_rewards():
-    with pytest.raises(ValueError, match=r"fade: rewards must be 0 or 1, got 0.25 at rollout 1"):
-        ADVANTAGES["fade"](torch.tensor([1.0, 0.25]), torch.tensor([0, 0]))
+@pytest.mark.parametrize(
+    "name", ["signs", "positives_only", "negatives_only", "weighted_signs", "fade"]
+)
+def test_rewards_count_only_as_successes_and_failures(name):
+    group_N = torch.tensor([0, 0, 0])
+    by_reward_N = ADVANTAGES[name](torch.tensor([1.0, 0.0, 0.0]), group_N)
+    graded_N = ADVANTAGES[name](torch.tensor([0.7, 0.25, -3.0]), group_N)
+    offered_N = ADVANTAGES[name](
+        torch.tensor([2.0, 1.0, 1.0]), group_N, success_N=torch.tensor([True, False, False])
+    )
+    assert torch.equal(graded_N, by_reward_N)
+    assert torch.equal(offered_N, by_reward_N)
 
 
 def test_max_rl_wants_rewards_of_one_sign():

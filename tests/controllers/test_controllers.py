@@ -172,11 +172,9 @@ def test_fade_as_a_method_keeps_its_state_through_json():
     assert second.advantage_N.tolist() == pytest.approx([0.25**alpha] * 3 + [-3 * 0.25**alpha])
 
 
-def test_fade_wants_binary_rewards_and_entropy():
-    with pytest.raises(
-        ValueError, match=r"fade controller: rewards must be 0 or 1, got 0.5 at rollout 0"
-    ):
-        after(rollouts([0.5, 0.0], 1.0))
+def test_fade_reads_successes_and_wants_entropy():
+    graded = rollouts([2.5, 1.0], 1.0).replace(success=2.0)
+    assert after(graded) == after(rollouts([1.0, 0.0], 1.0))
     with pytest.raises(ValueError, match="entropy_NT"):
         after(rollouts([1.0, 0.0], 1.0).replace(entropy_NT=None))
 

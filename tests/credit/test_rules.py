@@ -53,22 +53,12 @@ TWINS = [
     (rules.conflict(positive=2.0, negative=0.0, runs="end"), reference.conflict),
     (rules.shared_prefix, reference.shared_prefix),
     (rules.probability_scaled(alpha=0.3), reference.probability_scaled),
-    (rules.focal(gamma=2.5, threshold=0.5), reference.focal),
+    (rules.focal(gamma=2.5), reference.focal),
     (rules.kl_penalty(estimator="k1", coef=0.1), reference.kl_penalty),
     (rules.kl_penalty(estimator="k2", coef=0.1), reference.kl_penalty),
     (rules.kl_penalty(estimator="k3", coef=0.1), reference.kl_penalty),
-    (
-        rules.ktae(
-            fisher_weight=1.0, gain_weight=2.0, frequency_weight=0.0, top=1.5, threshold=0.5
-        ),
-        reference.ktae,
-    ),
-    (
-        rules.ktae(
-            fisher_weight=1.0, gain_weight=1.0, frequency_weight=1.0, top=1.0, threshold=0.5
-        ),
-        reference.ktae,
-    ),
+    (rules.ktae(fisher_weight=1.0, gain_weight=2.0, frequency_weight=0.0, top=1.5), reference.ktae),
+    (rules.ktae(fisher_weight=1.0, gain_weight=1.0, frequency_weight=1.0, top=1.0), reference.ktae),
 ]
 
 

@@ -63,19 +63,19 @@ def group_mean_batch_std(rewards, groups):
 
 
 def signs(rewards, groups, threshold=0.5):
-    return [1.0 if reward > threshold else -1.0 for reward in rewards]
+    return [1.0 if reward >= threshold else -1.0 for reward in rewards]
 
 
 def positives_only(rewards, groups, threshold=0.5):
-    return [1.0 if reward > threshold else 0.0 for reward in rewards]
+    return [1.0 if reward >= threshold else 0.0 for reward in rewards]
 
 
 def negatives_only(rewards, groups, threshold=0.5):
-    return [0.0 if reward > threshold else -1.0 for reward in rewards]
+    return [0.0 if reward >= threshold else -1.0 for reward in rewards]
 
 
 def weighted_signs(rewards, groups, positive=0.1, threshold=0.5):
-    return [positive if reward > threshold else -1.0 for reward in rewards]
+    return [positive if reward >= threshold else -1.0 for reward in rewards]
 
 
 def max_rl(rewards, groups):

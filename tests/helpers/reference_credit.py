@@ -117,9 +117,9 @@ def probability_scaled(credit, r, alpha):
     ]
 
 
-def focal(credit, r, gamma, threshold):
+def focal(credit, r, gamma, threshold=0.5):
     rate = [
-        sum(r.reward[j] > threshold for j in r.siblings(i)) / len(r.siblings(i))
+        sum(r.reward[j] >= threshold for j in r.siblings(i)) / len(r.siblings(i))
         for i in range(len(credit))
     ]
     return [[c * (1 - rate[i]) ** gamma for c in row] for i, row in enumerate(credit)]
@@ -159,12 +159,12 @@ def entropy_bits(*counts):
     return -sum(c / total * math.log2(c / total) for c in counts if c)
 
 
-def ktae(credit, r, fisher_weight, gain_weight, frequency_weight, top, threshold):
+def ktae(credit, r, fisher_weight, gain_weight, frequency_weight, top, threshold=0.5):
     out = copy(credit)
     for i, t in r.places():
         token, family = r.token_ids[i][t], r.siblings(i)
-        right = [j for j in family if r.reward[j] > threshold]
-        wrong = [j for j in family if r.reward[j] <= threshold]
+        right = [j for j in family if r.reward[j] >= threshold]
+        wrong = [j for j in family if r.reward[j] < threshold]
         if not right or not wrong:
             continue
         a, b = (

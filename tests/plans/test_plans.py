@@ -315,7 +315,6 @@ def _some_deal_fits(num_pos, num_updates):
     [
         ({"mode": "rows"}, "mode must be one of groups, per_query, buffer, got 'rows'"),
         ({"low": 0.6}, "low must be a number > 0 and <= 0.5, got 0.6"),
-        ({"threshold": float("inf")}, "threshold must be a finite number, got inf"),
         (
             {"mode": "buffer", "update_size": 0},
             "update_size must be a whole number >= 1 or None, got 0",

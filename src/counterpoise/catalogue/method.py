@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,13 @@ import torch
 from torch import Tensor
 
 from counterpoise.advantages import ADVANTAGES
+from counterpoise.catalogue.chain import apply_rules, weight
+from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
-from counterpoise.errors import check_whole, nearest
+from counterpoise.errors import check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
-from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, masked_mean, seeded_generator
+from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
 from counterpoise.plans import PLANS, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
@@ -70,6 +73,8 @@ class Method:
         reduction: (mask_NT, credit_NT, advantage_N) -> scale_NT.
         planner: (group_N, reward_N, length_N) -> rows of each update.
         controller: state over batches that sets parameters of the advantage and of the first rule.
+        success: a reward of at least this much is a success, for this method; None leaves it to the
+            batch.
     """
 
     name: str
@@ -79,8 +84,12 @@ class Method:
     reduction: Stage
     planner: Stage
     controller: Stage | None = None
+    success: float | None = None
     reference: str = ""
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        check_number("method", or_none=True, success=self.success)
 
     @property
     def stages(self) -> list[Stage]:
@@ -102,6 +111,13 @@ class Method:
     def needs_groups(self) -> bool:
         """Whether some stage compares a prompt's rollouts, so that one per prompt is an error."""
         return any(stage.has("needs_groups") for stage in self.stages)
+
+    @property
+    def reads_success(self) -> bool:
+        """Whether some stage tells successes from failures."""
+        return any(
+            part.has("reads_success") for stage in self.stages for part in (stage, *stage.nested)
+        )
 
     @property
     def reads_rewards_only(self) -> bool:
@@ -137,6 +153,10 @@ class Method:
                 f" more per prompt, or use an advantage that works with one: {', '.join(alone)}."
             )
 
+    def see(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the method's own threshold of success, if it has one."""
+        return batch if self.success is None else batch.replace(success=self.success)
+
     def init(self) -> dict[str, Any]:
         """The state before the first batch; JSON."""
         return {
@@ -162,29 +182,38 @@ class Method:
             seed, batch: rules that draw at random derive their generator from them.
         """
         self._check_columns(batch)
+        batch = self.see(batch)
         state = self.init() if state is None else state
         controlled, controller_state, metrics = self._control(batch, state, reduce)
-        advantage_N = call(controlled.advantage, batch.reward_N, batch.group_N, reduce=reduce)
+        watch = self._watch(batch, state, reduce)
+        advantage_N = call(
+            controlled.advantage,
+            batch.reward_N,
+            batch.group_N,
+            reduce=reduce,
+            success_N=batch.is_success_N,
+        )
         check_finite(
             f"advantage {self.advantage.name}",
             advantage_N,
             torch.ones_like(advantage_N, dtype=torch.bool),
         )
-        credit_NT, rule_states = torch.where(batch.mask_NT, advantage_N[:, None], 0), []
-        for k, rule in enumerate(controlled.rules):
-            before_NT, generator = credit_NT, seeded_generator(seed, batch_number, f"credit/{k}")
-            memory = () if rule.init is None else (state["rules"][k],)
-            out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
-            credit_NT, rule_state = out if memory else (out, None)
-            rule_states.append(rule_state)
-            credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
-            metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, reduce)
+        chain = apply_rules(
+            controlled.rules,
+            torch.where(batch.mask_NT, advantage_N[:, None], 0),
+            batch,
+            state["rules"],
+            reduce=reduce,
+            generators=[
+                seeded_generator(seed, batch_number, f"credit/{k}") for k in range(len(self.rules))
+            ],
+        )
         return Credit(
             advantage_N=advantage_N,
-            weight_NT=_weight(credit_NT, advantage_N, batch.mask_NT),
-            credit_NT=credit_NT,
-            state={"controller": controller_state, "rules": rule_states},
-            metrics=metrics,
+            weight_NT=weight(chain.credit_NT, advantage_N, batch.mask_NT),
+            credit_NT=chain.credit_NT,
+            state={"controller": controller_state, "rules": chain.states, **watch.kept},
+            metrics={**metrics, **watch.metrics, **chain.metrics},
         )
 
     def plan(
@@ -195,11 +224,8 @@ class Method:
         Ranks and micro-batches are cut later and change nothing.
         """
         check_whole("plan", least=1, num_updates=num_updates)
-        group_N, reward_N, length_N = (
-            batch.group_N.cpu(),
-            batch.reward_N.cpu(),
-            batch.length_N.cpu(),
-        )
+        columns = batch.group_N, batch.reward_N, batch.length_N, self.see(batch).is_success_N
+        group_N, reward_N, length_N, success_N = (column.cpu() for column in columns)
         updates = call(
             self.planner,
             group_N,
@@ -207,6 +233,7 @@ class Method:
             length_N,
             num_updates=num_updates,
             generator=seeded_generator(seed, batch_number, "plan"),
+            success_N=success_N,
         )
         return Plan(
             tuple(updates),
@@ -270,6 +297,8 @@ class Method:
     def describe(self) -> dict[str, Any]:
         """The mapping (JSON) from which ``counterpoise.method(**mapping)`` makes this method."""
         out: dict[str, Any] = {"name": self.name}
+        if self.success is not None:
+            out["success"] = self.success
         for axis, field in AXES.items():
             value = getattr(self, field)
             out[axis] = (
@@ -290,6 +319,14 @@ class Method:
             for key, value in control.metrics.items()
         }
         return change_axes(self, control.settings), control.state, metrics
+
+    def _watch(self, batch: TokenBatch, state: dict[str, Any], reduce: Reduce) -> Watch:
+        if not self.reads_success:
+            return Watch()
+        watch = watch_success(self.name, batch, state.get("success") or watch_start(), reduce)
+        if watch.warning:
+            warnings.warn(watch.warning, stacklevel=3)
+        return watch
 
     def _check_columns(self, batch: TokenBatch) -> None:
         for stage in self.stages:
@@ -334,41 +371,3 @@ def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> A
     if axis == "loss" and not specs:
         raise ValueError("method: the loss axis needs at least one term.")
     return tuple(build(family, FAMILIES[axis], one) for one in specs)
-
-
-def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    if credit_NT.shape != mask_NT.shape:
-        raise ValueError(
-            f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"
-            f" {list(mask_NT.shape)}: one number per token."
-        )
-    check_finite(f"credit rule {name}", credit_NT, mask_NT)
-    return torch.where(mask_NT, credit_NT, 0)
-
-
-def _weight(credit_NT: Tensor, advantage_N: Tensor, mask_NT: Tensor) -> Tensor:
-    """credit / advantage; 1 on the tokens of rollouts whose advantage is 0, 0 on padding."""
-    is_zero_N1 = (advantage_N == 0)[:, None]
-    weight_NT = torch.where(
-        is_zero_N1, 1, credit_NT / torch.where(is_zero_N1, 1, advantage_N[:, None])
-    )
-    return torch.where(mask_NT, weight_NT, 0)
-
-
-def _rule_metrics(
-    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, reduce: Reduce
-) -> dict[str, float]:
-    """What a rule did: share of credited tokens kept, mass sum|credit| after / before, log-prob of
-    kept and dropped; then its own report.
-    """
-    had_NT, has_NT = (before_NT != 0) & batch.mask_NT, (after_NT != 0) & batch.mask_NT
-    mass_before, mass_after = reduce.sum(before_NT.abs().sum()), reduce.sum(after_NT.abs().sum())
-    metrics = {
-        "kept_frac": masked_mean(has_NT.to(before_NT.dtype), had_NT, reduce),
-        "mass_ratio": mass_after / mass_before if mass_before > 0 else torch.ones(()),
-        "kept_logp": masked_mean(batch.sampler_logp_NT, had_NT & has_NT, reduce),
-        "dropped_logp": masked_mean(batch.sampler_logp_NT, had_NT & ~has_NT, reduce),
-    }
-    if rule.report:
-        metrics |= call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
-    return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}

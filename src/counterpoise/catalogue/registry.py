@@ -21,11 +21,13 @@ _registered: dict[str, Method] = {}
 _plugins_loaded = False
 
 
-def method(name: str, **axes: Axis) -> Method:
+def method(name: str, *, success: float | None = None, **axes: Axis) -> Method:
     """A preset with some axes changed, checked by a dry run.
 
     Args:
         name: a preset, see ``methods()``.
+        success: a reward of at least this much is a success; None leaves it to the batch, which the
+            trainer fills from ``task.success``.
         axes: ``advantage``, ``credit``, ``loss``, ``reduction``, ``plan``, ``controller``: a name,
             a mapping with ``name`` and parameters, a
             bound stage, for ``credit`` and ``loss`` also a list of them; a mapping without ``name``
@@ -38,6 +40,8 @@ def method(name: str, **axes: Axis) -> Method:
     """
     load_plugins()
     chosen = change_axes(_preset(name), axes)
+    if success is not None:
+        chosen = dataclasses.replace(chosen, success=success)
     dry_run(chosen)
     return chosen
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from counterpoise.advantages.fade import check_binary
 from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.stage import Control, declare
@@ -24,7 +23,7 @@ def fade_start() -> dict[str, Any]:
     return {"p_hat": 0.5, "H_hat": None, "H0": None}
 
 
-@declare(needs="entropy_NT", init=fade_start)
+@declare(needs="entropy_NT", init=fade_start, reads_success=True)
 def fade(
     state: dict[str, Any],
     batch: TokenBatch,
@@ -47,7 +46,7 @@ def fade(
 
     Args:
         state: {"p_hat", "H_hat", "H0"}.
-        batch: rewards 0 or 1; reads entropy_NT.
+        batch: reads entropy_NT.
         rate: weight of the new value.
         target_entropy: H_star; None is H0 / 2.
         normalised: ours: delta = clip(1 + (H_hat - H_star) / H0, ...), which does not depend on the
@@ -117,16 +116,15 @@ def _check(
 
 
 def _solve_rate(batch: TokenBatch, reduce: Reduce) -> float:
-    check_binary("fade controller", batch.reward_N)
-    reward_N = batch.reward_N.double()
-    return float(masked_mean(reward_N, reward_N >= 0, reduce))
+    solved_N = batch.is_success_N.double()
+    return float(masked_mean(solved_N, solved_N >= 0, reduce))
 
 
 def _success_mass(batch: TokenBatch, alpha: float, reduce: Reduce) -> float:
     """Mean over prompts of m (1 - m)^alpha: what ``advantages.fade`` gives successes, summed over a
     prompt's rollouts and divided by G.
     """
-    mean_P: Tensor = groups(batch.group_N).mean(batch.reward_N.double())
+    mean_P: Tensor = groups(batch.group_N).mean(batch.is_success_N.double())
     mass_P = mean_P * (1 - mean_P) ** alpha
     return float(masked_mean(mass_P, mean_P >= 0, reduce))
 

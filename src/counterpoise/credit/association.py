@@ -171,7 +171,7 @@ def _flips(
     }
 
 
-@declare(report=_flips)
+@declare(report=_flips, reads_success=True)
 def ktae(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -180,7 +180,6 @@ def ktae(
     gain_weight: float = 1.0,
     frequency_weight: float = 1.0,
     top: float = 1.0,
-    threshold: float = 0.5,
 ) -> Tensor:
     """Add to every token what its id says about success in its group.
 
@@ -198,12 +197,11 @@ def ktae(
         fisher_weight, gain_weight, frequency_weight: a, b, c >= 0, a + b > 0; c = 0 leaves the
             frequencies out.
         top: the largest value that can be added; 0 changes nothing.
-        threshold: a rollout is correct when its reward is above.
 
     Reference: KTAE, arXiv 2505.16826. The paper writes p as the probability of the table alone and
         top = 1/2; the two-sided p, top = 1 and
-    the weights 1, 1, 1 are those of the authors' code. Reads "correct" as reward > threshold (their
-    code: > 0). Experimental.
+    the weights 1, 1, 1 are those of the authors' code. Reads "correct" as success (their
+    code: reward > 0). Experimental.
 
     >>> batch = TokenBatch.from_lists(
     ...     [[1, 5], [1, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2
@@ -219,7 +217,7 @@ def ktae(
             "ktae: fisher_weight and gain_weight are both 0, nothing is left to measure; give one"
             " of them a weight > 0"
         )
-    is_right_N, by = batch.reward_N > threshold, groups(batch.group_N)
+    is_right_N, by = batch.is_success_N, groups(batch.group_N)
     types = _types(batch, is_right_N, by)
     tables, table_K = _deduplicated(types.tables)
     p_U = fisher_exact(tables)

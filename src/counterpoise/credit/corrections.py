@@ -23,16 +23,10 @@ def asks_for_corrections(*, corrections: int) -> bool:
 
 
 def add_corrections(
-    rollouts: RolloutBatch,
-    sampler: Sampler,
-    *,
-    threshold: float,
-    corrections: int,
-    edit_cost: float,
-    template: str,
+    rollouts: RolloutBatch, sampler: Sampler, *, corrections: int, edit_cost: float, template: str
 ) -> RolloutBatch:
     """The batch with verified corrections appended as further rollouts of their groups."""
-    pairs = failed_with_reference(rollouts, threshold)
+    pairs = failed_with_reference(rollouts)
     if not pairs:
         return rollouts
     group, failed = rollouts.batch.group_N.tolist(), [row for row, _ in pairs]
@@ -45,7 +39,7 @@ def add_corrections(
         for row, sibling in pairs
     ]
     answers = sampler.answer(rollouts, failed, prompts, samples=corrections, purpose="corrections")
-    best = _best(rollouts, answers, failed, threshold, edit_cost)
+    best = _best(rollouts, answers, failed, edit_cost)
     if not best:
         return rollouts._replace(
             num_grader_failures=rollouts.num_grader_failures + answers.num_grader_failures,
@@ -54,15 +48,16 @@ def add_corrections(
     return rollouts.extend(sampler.score(answers.select(best)))
 
 
-def failed_with_reference(rollouts: RolloutBatch, threshold: float) -> list[tuple[int, int]]:
+def failed_with_reference(rollouts: RolloutBatch) -> list[tuple[int, int]]:
     """(failed rollout, nearest correct sibling) for every failed rollout that has one."""
     batch, ids = rollouts.batch, response_ids(rollouts.batch)
     reward, group = batch.reward_N.tolist(), batch.group_N.tolist()
+    is_right = batch.is_success_N.tolist()
     correct: dict[int, list[int]] = {}
     for row in range(len(ids)):
-        if reward[row] > threshold:
+        if is_right[row]:
             correct.setdefault(group[row], []).append(row)
-    failed = [row for row in range(len(ids)) if reward[row] <= threshold and group[row] in correct]
+    failed = [row for row in range(len(ids)) if not is_right[row] and group[row] in correct]
     return [
         (row, siblings[nearest_correct(ids[row], [(ids[k], reward[k]) for k in siblings])])
         for row in failed
@@ -75,11 +70,7 @@ def response_ids(batch: TokenBatch) -> list[list[int]]:
 
 
 def _best(
-    rollouts: RolloutBatch,
-    answers: RolloutBatch,
-    failed: list[int],
-    threshold: float,
-    edit_cost: float,
+    rollouts: RolloutBatch, answers: RolloutBatch, failed: list[int], edit_cost: float
 ) -> list[int]:
     """The answer to keep for each failed rollout that has a correct one."""
     wrong, ids, reward = (
@@ -87,9 +78,10 @@ def _best(
         response_ids(answers.batch),
         answers.batch.reward_N.tolist(),
     )
+    is_right = answers.batch.is_success_N.tolist()
     best: dict[int, tuple[float, int]] = {}
     for k, source in enumerate(answers.batch.extra["source_N"].tolist()):
-        if reward[k] <= threshold:
+        if not is_right[k]:
             continue
         row = failed[source]
         score = reward[k] - edit_cost * edit_distance(wrong[row], ids[k])

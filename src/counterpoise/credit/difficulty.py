@@ -12,14 +12,9 @@ from counterpoise.types import TokenBatch
 
 
 def _solve_rates(
-    before_NT: Tensor,
-    after_NT: Tensor,
-    batch: TokenBatch,
-    *,
-    threshold: float = 0.5,
-    reduce: Reduce = LOCAL,
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
 ) -> dict:
-    is_solved_N = (batch.reward_N > threshold).to(before_NT.dtype)
+    is_solved_N = batch.is_success_N.to(before_NT.dtype)
     return {
         "solve_rate": (
             reduce.sum(is_solved_N.sum())
@@ -28,13 +23,11 @@ def _solve_rates(
     }
 
 
-@declare(report=_solve_rates, reads_rewards_only=True)
-def focal(
-    credit_NT: Tensor, batch: TokenBatch, *, gamma: float = 1.0, threshold: float = 0.5
-) -> Tensor:
+@declare(report=_solve_rates, reads_rewards_only=True, reads_success=True)
+def focal(credit_NT: Tensor, batch: TokenBatch, *, gamma: float = 1.0) -> Tensor:
     """Learn less from prompts that are already solved.
 
-    credit' = credit (1 - m)^gamma, m the share of the group's rollouts with reward > threshold
+    credit' = credit (1 - m)^gamma, m the share of successes among the group's rollouts
 
     Keeps the sign, not the mass (it can only fall). ``gamma = 0`` changes nothing; it is FADE's
     factor with gamma = alpha - 1.
@@ -42,7 +35,6 @@ def focal(
     Args:
         credit_NT: [N, T].
         gamma: >= 0.
-        threshold: a rollout is correct when its reward is above.
 
     Reference: F-GRPO, arXiv 2602.06717, g(x) = (1 - mu)^gamma. Reads mu as the share of correct
         rollouts, not the mean reward; for rewards
@@ -59,5 +51,5 @@ def focal(
     """
     check_number("focal", least=0, gamma=gamma)
     by = groups(batch.group_N)
-    solve_rate_P = by.mean((batch.reward_N > threshold).to(credit_NT.dtype))
+    solve_rate_P = by.mean(batch.is_success_N.to(credit_NT.dtype))
     return credit_NT * ((1 - solve_rate_P) ** gamma)[by.index_N, None]

@@ -19,17 +19,18 @@ from counterpoise.types import TokenBatch
 class _Answer(NamedTuple):
     ids: list[int]
     reward: float
+    is_right: bool
     row: int
 
 
 def _group_credit(
-    answers: list[_Answer], threshold: float, first_edits: int | None, serving: str
+    answers: list[_Answer], first_edits: int | None, serving: str
 ) -> dict[int, Tensor]:
     """Row -> credit of its tokens, for the rollouts of one group that have any."""
-    failed = [answer for answer in answers if answer.reward <= threshold]
+    failed = [answer for answer in answers if not answer.is_right]
     rows_of: dict[tuple[tuple[int, ...], float], list[int]] = defaultdict(list)
     for answer in answers:
-        if answer.reward > threshold:
+        if answer.is_right:
             rows_of[tuple(answer.ids), answer.reward].append(answer.row)
     correct, out, served = list(rows_of), {}, defaultdict(list)
     if not correct:
@@ -48,14 +49,9 @@ def _group_credit(
 
 
 def _pairs(
-    before_NT: Tensor,
-    after_NT: Tensor,
-    batch: TokenBatch,
-    *,
-    threshold: float = 0.5,
-    reduce: Reduce = LOCAL,
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
 ) -> dict[str, Tensor]:
-    by, is_right_N = groups(batch.group_N), batch.reward_N > threshold
+    by, is_right_N = groups(batch.group_N), batch.is_success_N
     right_P = by.sum(is_right_N.long())
     is_mixed_P = (right_P > 0) & (right_P < by.size_P)
     num_pairs = reduce.sum((by.size_P - right_P)[is_mixed_P].sum())
@@ -71,12 +67,13 @@ def _pairs(
     }
 
 
-@declare(report=_pairs, collect=add_corrections, samples_more=asks_for_corrections)
+@declare(
+    report=_pairs, collect=add_corrections, samples_more=asks_for_corrections, reads_success=True
+)
 def edits(
     credit_NT: Tensor,
     batch: TokenBatch,
     *,
-    threshold: float = 0.5,
     first_edits: int | None = None,
     serving: str = "sum",
     corrections: int = 0,
@@ -99,7 +96,6 @@ def edits(
 
     Args:
         credit_NT: [N, T]; only its shape and dtype are read.
-        threshold: a rollout is correct when its reward is above.
         first_edits: keep only the first so many edits of each pair; None keeps all.
         serving: ``sum``, or ``mean`` over the failed rollouts that a correct one serves.
         corrections: answers that the policy samples to correct each failed rollout (generate mode);
@@ -125,10 +121,12 @@ def edits(
     check_number("edits", least=0, edit_cost=edit_cost)
     ids_NT, mask_NT = batch.token_ids_NT.cpu(), batch.mask_NT.cpu()
     by_group: dict[int, list[_Answer]] = defaultdict(list)
-    for row, (group, reward) in enumerate(zip(batch.group_N.tolist(), batch.reward_N.tolist())):
-        by_group[group].append(_Answer(ids_NT[row][mask_NT[row]].tolist(), reward, row))
+    columns = batch.group_N.tolist(), batch.reward_N.tolist(), batch.is_success_N.tolist()
+    for row, (group, reward, is_right) in enumerate(zip(*columns)):
+        answer = _Answer(ids_NT[row][mask_NT[row]].tolist(), reward, is_right, row)
+        by_group[group].append(answer)
     out_NT = torch.zeros(mask_NT.shape, dtype=credit_NT.dtype)
     for answers in by_group.values():
-        for row, credit in _group_credit(answers, threshold, first_edits, serving).items():
+        for row, credit in _group_credit(answers, first_edits, serving).items():
             out_NT[row, mask_NT[row]] = credit.to(out_NT.dtype)
     return out_NT.to(credit_NT.device)

@@ -32,7 +32,7 @@ def manifest(updates: Sequence[Tensor], group_N: Tensor) -> dict[str, Any]:
 class Audit(NamedTuple):
     """Numbers of a plan.
 
-    Fields per update are lists in the order of the plan; positives are rewards above the threshold.
+    Fields per update are lists in the order of the plan; positives are successes.
 
     Attributes:
         num_updates, num_rows, num_prompts: of the plan and the batch.
@@ -66,11 +66,7 @@ class Audit(NamedTuple):
 
 
 def audit(
-    plan: Plan | Sequence[Tensor],
-    batch: TokenBatch,
-    advantage_N: Tensor | None = None,
-    *,
-    threshold: float = 0.5,
+    plan: Plan | Sequence[Tensor], batch: TokenBatch, advantage_N: Tensor | None = None
 ) -> Audit:
     """What of each prompt meets in one update.
 
@@ -78,7 +74,6 @@ def audit(
         plan: a ``Plan`` or the rows of each update.
         batch: the rollouts that were planned.
         advantage_N: [N] to sum by update.
-        threshold: a reward above it is a positive.
 
     >>> batch = TokenBatch.from_lists(
     ...     [[1], [2], [3], [4]], group=[0, 0, 1, 1], reward=[1, 0, 1, 0], sampler_logp=[[-1.0]] * 4
@@ -87,7 +82,7 @@ def audit(
     0.5
     """
     updates = [update.cpu() for update in plan]
-    is_positive_N, length_N = batch.reward_N.cpu() > threshold, batch.length_N.cpu()
+    is_positive_N, length_N = batch.is_success_N.cpu(), batch.length_N.cpu()
     by_prompt = groups(batch.group_N.cpu())
     count_2P = torch.stack(
         [by_prompt.sum(side_N.long()) for side_N in (is_positive_N, ~is_positive_N)]

@@ -1,4 +1,4 @@
-"""Reward-balanced plans: positives (R > threshold) and negatives balanced in each update.
+"""Reward-balanced plans: positives (successes) and negatives balanced in each update.
 
 Reference for all: the Cancellation Hypothesis, arXiv 2605.08666. The idea is the paper's; the
 numbers 3/8 and 5/8 and the ``buffer`` mode follow public code of its likely authors; ``groups`` is
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
-from counterpoise.stage import Sampler, declare
+from counterpoise.stage import SUCCESS, Sampler, declare
 from counterpoise.types import RolloutBatch
 
 MODES = ("groups", "per_query", "buffer")
@@ -34,12 +34,12 @@ def _keeps_prompts(*, mode: str) -> bool:
 
 
 def fill_buffer(
-    rollouts: RolloutBatch, sampler: Sampler, *, threshold: float, low: float, max_rounds: int
+    rollouts: RolloutBatch, sampler: Sampler, *, low: float, max_rounds: int
 ) -> RolloutBatch:
     """Sample round after round, the policy frozen, until the rarer sign is large enough."""
     size = rollouts.batch.num_rollouts
     for _ in range(max_rounds - 1):
-        num_pos = int((rollouts.batch.reward_N > threshold).sum())
+        num_pos = int(rollouts.batch.is_success_N.sum())
         if is_ready(num_pos, rollouts.batch.num_rollouts - num_pos, size, low=low):
             break
         rollouts = rollouts.join(sampler.more())
@@ -51,6 +51,7 @@ def fill_buffer(
     drops_rollouts=_draws_rollouts,
     collect=fill_buffer,
     samples_more=_is_buffer,
+    reads_success=True,
 )
 def reward_balanced(
     group_N: Tensor,
@@ -59,8 +60,8 @@ def reward_balanced(
     *,
     num_updates: int,
     generator: torch.Generator | None = None,
+    success_N: Tensor | None = None,
     mode: str = "groups",
-    threshold: float = 0.5,
     low: float = 3 / 8,
     high: float = 5 / 8,
     update_size: int | None = None,
@@ -84,7 +85,7 @@ def reward_balanced(
         num_updates: updates.
         generator: draws rows and breaks ties.
         mode: "groups", "per_query" or "buffer".
-        threshold: a reward above it is a positive.
+        success_N: [N] the positives, from the batch; None: reward >= 0.5.
         low, high: the band of the positive share.
         update_size: ``buffer`` only: rows of one update; None takes the largest for which the
             buffer is
@@ -102,9 +103,9 @@ def reward_balanced(
     ... ]
     [[0, 1, 2, 3, 4, 5]]
     """
-    _check(mode, threshold, low, high, update_size)
+    _check(mode, low, high, update_size)
     check_whole("reward_balanced", least=1, max_rounds=max_rounds)
-    is_positive_N = reward_N.cpu() > threshold
+    is_positive_N = (reward_N >= SUCCESS if success_N is None else success_N).cpu()
     if mode == "buffer":
         return _buffer(is_positive_N, num_updates, update_size, low, high, generator)
     rows_P = rows_by_prompt(group_N)
@@ -142,10 +143,9 @@ def quota(num_pos: int, num_neg: int, size: int, *, high: float = 5 / 8) -> tupl
     return (rare, common) if num_pos <= num_neg else (common, rare)
 
 
-def _check(mode: str, threshold: float, low: float, high: float, update_size: int | None) -> None:
+def _check(mode: str, low: float, high: float, update_size: int | None) -> None:
     where = "reward_balanced"
     check_choice(where, MODES, mode=mode)
-    check_number(where, threshold=threshold)
     check_number(where, above=0, most=0.5, low=low)
     check_number(where, least=0.5, below=1, high=high)
     check_whole(where, least=1, or_none=True, update_size=update_size)

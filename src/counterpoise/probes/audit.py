@@ -50,7 +50,7 @@ def audit_plans(
     audits: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
     for number, file in files.items():
-        batch, advantage_N = read_batch(file)
+        batch, advantage_N = read_batch(file, run.success if run else None)
         plan = run.plan(number) if run else None
         for label, rows in plans_of(plan, number, batch, num_updates, seed, problems).items():
             audits.setdefault(label, []).append(
@@ -83,7 +83,7 @@ def run_updates(run: RunFolder | None) -> int:
     return int((optimizer or {}).get("updates_per_batch", 4))
 
 
-def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
+def read_batch(file: Path, success: float | None) -> tuple[TokenBatch, Tensor | None]:
     """Group, reward and tokens of a rollouts file; the advantage where it is there."""
     from counterpoise.run.parquet import read_columns, require_columns
 
@@ -101,6 +101,7 @@ def read_batch(file: Path) -> tuple[TokenBatch, Tensor | None]:
         group=column["group"],
         reward=column["reward"],
         sampler_logp=[[0.0] * len(row) for row in ids],
+        success=success,
     )
     return batch, torch.tensor(column["advantage"]) if "advantage" in column else None
 
@@ -129,6 +130,7 @@ def plans_of(
                 batch.length_N,
                 num_updates=num_updates,
                 generator=generator,
+                success_N=batch.is_success_N,
             )
         except ValueError as impossible:
             problems.append(str(impossible))

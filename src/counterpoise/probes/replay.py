@@ -106,7 +106,7 @@ def folder_name(specs: list[str]) -> str:
 
 def named_method(spec: str) -> tuple[str, Method]:
     """``dapo`` or ``{name: dapo, plan: query_preserved}``, with the text as its label."""
-    axes = yaml.safe_load(spec)
+    axes: Any = yaml.safe_load(spec)
     if isinstance(axes, str):
         axes = {"name": axes}
     if not isinstance(axes, dict) or not isinstance(axes.get("name"), str):

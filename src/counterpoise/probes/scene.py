@@ -152,7 +152,8 @@ def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy
     device = policy.model.device
     names = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT", "entropy_NT")
     columns = {name: getattr(collected.batch, name).to(device) for name in names}
-    return collected._replace(batch=collected.batch.replace(**columns))
+    success = config.task.get("success")
+    return collected._replace(batch=collected.batch.replace(**columns, success=success))
 
 
 def with_prompts(

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from counterpoise.run.files import batch_of
-from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION, SUCCESS
+from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION
+from counterpoise.stage import SUCCESS
 from counterpoise.text import visible
 
 if TYPE_CHECKING:

@@ -40,8 +40,6 @@ RENAMED_CONFIG_KEYS = {
     "optimizer.steps_per_batch": "optimizer.updates_per_batch",
 }
 
-# a reward of at least this much is a success, unless task.success of the recipe says otherwise
-SUCCESS = 0.5
 
 # rollouts/batch_*.parquet, one row per rollout; the last seven are lists, one entry per token
 ROLLOUT_COLUMNS = {

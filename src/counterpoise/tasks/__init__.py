@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from counterpoise.errors import import_path, nearest
+from counterpoise.errors import check_number, import_path, nearest
 from counterpoise.types import Prompt
 
 __all__ = ["Grades", "Task", "WithReward", "grade", "task"]
@@ -66,8 +66,7 @@ def task(
         reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
             own grader.
         success: what counts as solved, a reward of at least this much; the trainer reads it from
-            the
-            recipe (``task.success``), the task itself does not.
+            the recipe (``task.success``), the task itself does not.
         params: the task's parameters.
 
     >>> task("arithmetic", difficulty="easy").terms
@@ -85,6 +84,7 @@ def task(
                 f" {', '.join(SHOWN)}."
             )
         return task(**{"reward": reward, **params, **name})
+    check_number("task", or_none=True, success=success)
     built = _build(name, params)
     if reward is None:
         return built

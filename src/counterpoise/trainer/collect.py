@@ -124,13 +124,11 @@ class RolloutSampler:
         *,
         start: int = 0,
         needs: frozenset[str] = frozenset(),
+        success: float | None = None,
     ) -> None:
         self.policy, self.task, self.config = policy, task, config
+        self.success = config.task.get("success") if success is None else success
         self.batch_number, self.start, self.needs, self.num_rounds = batch_number, start, needs, 0
-
-    @property
-    def success(self) -> float:
-        return self.config.success
 
     @property
     def num_prompts(self) -> int:
@@ -227,6 +225,7 @@ class RolloutSampler:
             sampler_logp_NT=rollouts.sampler_logp_NT.clone(),
             entropy_NT=rollouts.entropy_NT.clone(),
             max_length=self.config.rollouts.max_new_tokens,
+            success=self.success,
         ).replace(**{name: getattr(rollouts, name) for name in SAMPLED})
         return RolloutBatch(
             prompts=prompts,

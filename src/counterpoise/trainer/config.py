@@ -13,7 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from counterpoise.errors import ConfigError, is_import_path, nearest
-from counterpoise.run.schema import RENAMED_CONFIG_KEYS, SUCCESS
+from counterpoise.run.schema import RENAMED_CONFIG_KEYS
+from counterpoise.stage import SUCCESS
 
 
 class Section(BaseModel):
@@ -124,9 +125,10 @@ class Config(Section):
     device: str = "auto"
     """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}
-    """arithmetic, jsonl, gym:<name> or your.module:Class, with the task's own keys."""
+    """arithmetic, jsonl, gym:<name> or your.module:Class, with the task's own keys; reward: a
+    function your.module:name; success: a reward of at least this much is a success (0.5)."""
     method: dict[str, Any] = {"name": "grpo"}
-    """A method by name, then any of its six axes."""
+    """A method by name, then any of its six axes; success: a threshold of its own."""
     num_batches: int = Field(default=60, ge=1)
     """Rounds of sampling; each is cut into optimizer.updates_per_batch updates."""
     rollouts: Rollouts = Rollouts()
@@ -160,7 +162,8 @@ class Config(Section):
     @property
     def success(self) -> float:
         """A reward of at least this much is a success (``task.success``)."""
-        return float(self.task.get("success", SUCCESS))
+        given = self.task.get("success")
+        return SUCCESS if given is None else float(given)
 
     @property
     def token_budget(self) -> int:

@@ -104,7 +104,13 @@ def train_policy(
             batch_number, clock = state.batch_number, Clock()
 
             sampler = RolloutSampler(
-                policy, task, config, batch_number, start=state.num_prompts, needs=method.needs
+                policy,
+                task,
+                config,
+                batch_number,
+                start=state.num_prompts,
+                needs=method.needs,
+                success=method.success,
             )
             collected = collect(method, sampler)
             clock.mark("sample_s")

@@ -21,7 +21,7 @@ def try_again(rollouts, sampler, *, extra: int, nudge: str):
     """``extra`` further answers to every prompt whose rollouts all failed, asked with a nudge."""
     batch = rollouts.batch
     first = {group: row for row, group in reversed(list(enumerate(batch.group_N.tolist())))}
-    solved = set(batch.group_N[batch.reward_N >= sampler.success].tolist())
+    solved = set(batch.group_N[batch.is_success_N].tolist())
     rows = [row for group, row in first.items() if group not in solved]
     if not rows:
         return rollouts

@@ -1,0 +1,80 @@
+"""The chain of credit rules: each result is checked, and what each rule did is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.maths.reduce import Reduce, check_finite, masked_mean
+from counterpoise.stage import Stage, call
+from counterpoise.types import TokenBatch
+
+
+class Chain(NamedTuple):
+    """Credit after the last rule, the state of every rule, and their numbers to log."""
+
+    credit_NT: Tensor
+    states: list[Any]
+    metrics: dict[str, float]
+
+
+def apply_rules(
+    rules: Sequence[Stage],
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    states: Sequence[Any],
+    *,
+    reduce: Reduce,
+    generators: Sequence[torch.Generator],
+) -> Chain:
+    """Every rule on the credit that the one before it gave."""
+    metrics, after = {}, []
+    for rule, state, generator in zip(rules, states, generators, strict=True):
+        before_NT, memory = credit_NT, () if rule.init is None else (state,)
+        out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
+        credit_NT, new_state = out if memory else (out, None)
+        after.append(new_state)
+        credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
+        metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, reduce)
+    return Chain(credit_NT, after, metrics)
+
+
+def weight(credit_NT: Tensor, advantage_N: Tensor, mask_NT: Tensor) -> Tensor:
+    """credit / advantage; 1 on the tokens of rollouts whose advantage is 0, 0 on padding."""
+    is_zero_N1 = (advantage_N == 0)[:, None]
+    weight_NT = torch.where(
+        is_zero_N1, 1, credit_NT / torch.where(is_zero_N1, 1, advantage_N[:, None])
+    )
+    return torch.where(mask_NT, weight_NT, 0)
+
+
+def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    if credit_NT.shape != mask_NT.shape:
+        raise ValueError(
+            f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"
+            f" {list(mask_NT.shape)}: one number per token."
+        )
+    check_finite(f"credit rule {name}", credit_NT, mask_NT)
+    return torch.where(mask_NT, credit_NT, 0)
+
+
+def _rule_metrics(
+    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, reduce: Reduce
+) -> dict[str, float]:
+    """What a rule did: share of credited tokens kept, mass sum|credit| after / before, log-prob of
+    kept and dropped; then its own report.
+    """
+    had_NT, has_NT = (before_NT != 0) & batch.mask_NT, (after_NT != 0) & batch.mask_NT
+    mass_before, mass_after = reduce.sum(before_NT.abs().sum()), reduce.sum(after_NT.abs().sum())
+    metrics = {
+        "kept_frac": masked_mean(has_NT.to(before_NT.dtype), had_NT, reduce),
+        "mass_ratio": mass_after / mass_before if mass_before > 0 else torch.ones(()),
+        "kept_logp": masked_mean(batch.sampler_logp_NT, had_NT & has_NT, reduce),
+        "dropped_logp": masked_mean(batch.sampler_logp_NT, had_NT & ~has_NT, reduce),
+    }
+    if rule.report:
+        metrics |= call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
+    return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}
