@@ -25,6 +25,7 @@ from pathlib import Path
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from counterpoise.viewer.connection import server_config
 from counterpoise.viewer.server import app, free_socket
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -83,7 +84,7 @@ def measure_page(run_dir: Path) -> dict[str, dict[str, float]]:
     """Longest task of each phase."""
     bound = free_socket()
     port = bound.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app(run_dir, port), log_level="error"))
+    server = uvicorn.Server(server_config(app(run_dir, port)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     with sync_playwright() as driver:

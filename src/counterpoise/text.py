@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 
 
 def visible(text: object, keep: str = "") -> str:
@@ -110,6 +111,17 @@ def with_range(mean: float, least: float, most: float) -> str:
     """
     counts = [f"{x:,.1f}".removesuffix(".0") for x in (mean, least, most) if math.isfinite(x)]
     return f"{counts[0]} ({counts[1]} to {counts[2]})" if len(counts) == 3 else (counts or ["–"])[0]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Rising whole numbers, those in a row as a span.
+
+    >>> spans([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends))
 
 
 def _scaled(mean: float | None, low: float | None, high: float | None, form: str, unit: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import uvicorn
 
+from counterpoise.viewer.connection import server_config
 from counterpoise.viewer.server import app, free_socket
 from helpers.make_run import HOSTILE, make_run
 
@@ -101,7 +102,7 @@ def served(path):
     """The viewer of a run folder; gives its address."""
     bound = free_socket()
     port = bound.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app(path, port), log_level="error"))
+    server = uvicorn.Server(server_config(app(path, port)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{port}/"

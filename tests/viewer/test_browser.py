@@ -166,6 +166,8 @@ def test_viewer_filters_by_flips(page, address, table):
 def test_viewer_moves_by_keyboard(page, address, table):
     opened(page, address, "#batch=2&prompt=0")
     page.locator("#pane").focus()
+    settled(page, "location.hash.includes('position=')")  # opens with a token chosen
+    page.keyboard.press("Escape")
     for key, wanted in [
         ("ArrowRight", "position=0"),
         ("ArrowRight", "position=1"),
@@ -196,7 +198,7 @@ def test_viewer_moves_by_keyboard(page, address, table):
     page.keyboard.press("x")
     settled(page, "location.hash.includes('flips=1')")
     page.keyboard.press("c")
-    settled(page, "location.hash.includes('colour=delta')")
+    settled(page, "location.hash.includes('colour=weight')")  # the next of its family
     page.keyboard.press("?")
     assert page.locator("dialog").is_visible()
     page.keyboard.press("Escape")

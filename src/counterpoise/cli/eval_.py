@@ -83,7 +83,12 @@ def eval_(
 
 
 def _as_json(result: Evaluation) -> dict[str, object]:
-    return {**result._asdict(), "reward_PK": result.reward_PK.tolist(), "texts": None}
+    return {
+        **result._asdict(),
+        "reward_PK": result.reward_PK.tolist(),
+        "texts": None,
+        "samples": None,
+    }
 
 
 def _warnings(result: Evaluation) -> list[str]:

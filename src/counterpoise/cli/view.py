@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from counterpoise.cli.show import Json, print_json, waiting
 
+if TYPE_CHECKING:
+    from counterpoise.run.read import RunFolder
+
 
 def view(
-    run: Annotated[Path, typer.Argument(help="A run folder, or one made by counterpoise import.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run folder, or a folder that holds several: then all are listed."),
+    ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")
     ] = 0,
@@ -34,7 +40,8 @@ def view(
     The rollouts of a prompt stand side by side, coloured by credit, change, entropy, cancellation.
     Serves the run folder on this machine alone until Ctrl-C.
 
-    Example: `counterpoise view runs/demo`, `counterpoise view runs/demo --export pages --batch 50`
+    Example: `counterpoise view runs/demo`, `counterpoise view runs`, `counterpoise view runs/demo
+    --export pages`
     """
     from counterpoise.run.read import open_run
     from counterpoise.text import visible
@@ -44,7 +51,7 @@ def view(
 
         with waiting("exporting tokens"):
             folder = open_run(run)
-            batches = batch or (folder.batches("tokens") or folder.batches("rollouts"))[-1:]
+            batches = batch or last_batches(folder)
             page = write_export(folder, export, batches, prompts)
         print_json({"page": str(page)}) if json_ else print(f"Open {visible(page)}")
         return
@@ -56,6 +63,14 @@ def view(
     from counterpoise.viewer.server import serve
 
     serve(run, port, ready=lambda address: _announce(address, open_, json_))
+
+
+def last_batches(run: RunFolder) -> list[int]:
+    """The last batch with a ledger, else the last one with rollouts; ValueError without any."""
+    known = run.batches("tokens") or run.batches("rollouts")
+    if not known:
+        raise ValueError(f"view --export: {run.name!r} has no tokens and no rollouts to show.")
+    return known[-1:]
 
 
 def _announce(address: str, in_browser: bool, json_: bool) -> None:

@@ -21,7 +21,7 @@ from counterpoise.report.html import asset, policy
 from counterpoise.report.runs import Group, group_runs
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
-from counterpoise.text import number, visible, with_interval, with_range
+from counterpoise.text import number, spans, visible, with_interval, with_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,10 +106,10 @@ def content(
     if batch is not None and not any(
         batch in run.batches(folder) for run in runs for folder in ("tokens", "rollouts")
     ):
-        known = sorted({at for run in runs for at in run.batches("tokens")})
+        known = {at for run in runs for kind in ("tokens", "rollouts") for at in run.batches(kind)}
         raise ValueError(
-            f"report: no run has tokens or rollouts of batch {batch}. Batches with tokens:"
-            f" {known[:20]}"
+            f"report: no run has tokens or rollouts of batch {batch}. There are:"
+            f" {spans(sorted(known)) or 'none'}."
         )
     groups = group_runs(list(runs))
     first = groups[0].runs[0]

@@ -38,6 +38,7 @@ OWN = {
     "": re.compile(r"(metrics|timing|evals)\.jsonl"),
     "rollouts": BATCH_FILE,
     "tokens": BATCH_FILE,
+    "evals": BATCH_FILE,
     "plan": BATCH_FILE,
     "report": re.compile(r"index\.html"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),

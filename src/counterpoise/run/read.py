@@ -182,6 +182,15 @@ def open_run(path: str | Path) -> RunFolder:
     return run
 
 
+def runs_below(folder: Path) -> dict[str, Path]:
+    """name -> folder of the runs that lie in a folder; one that is a run itself has none."""
+    names = ("manifest.json", "metrics.jsonl", *TABLES)
+    if not folder.is_dir() or any((folder / name).exists() for name in names):
+        return {}
+    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink()]
+    return {path.name: path for path in inside if any((path / name).exists() for name in names)}
+
+
 def check_current(run_dir: Path) -> None:
     """An error that says what to do, for a run of version 1 that is to be resumed or probed."""
     if read_mapping(run_dir / "manifest.json").get("schema_version") == 1:

@@ -9,6 +9,7 @@ Files (batches are counted from 0), and where each carries the schema version::
     metrics.jsonl                    one row per batch, the same on every machine    key, every row
     timing.jsonl                     one row per batch: seconds, tokens per second   key, every row
     evals.jsonl                      one row per evaluation                          key, every row
+    evals/batch_000012.parquet       samples of the evaluation after 12 batches, as rollouts/
     rollouts/batch_000012.parquet    one row per rollout       file metadata counterpoise_schema
     tokens/batch_000012.parquet      one row per token: the ledger              the same metadata
     plan/batch_000012.json           rows of each update                       key schema_version

@@ -97,6 +97,11 @@ def write_rollout_columns(run_dir: Path, batch_number: int, columns: Columns) ->
     write_table(batch_file(run_dir, "rollouts", batch_number, ".parquet"), columns)
 
 
+def write_samples(run_dir: Path, batch_number: int, columns: Columns) -> None:
+    """``evals/batch_N.parquet``: samples of the evaluation after N batches, one row each."""
+    write_table(batch_file(run_dir, "evals", batch_number, ".parquet"), columns)
+
+
 def write_tokens(run_dir: Path, batch_number: int, columns: Columns) -> None:
     """``tokens/batch_N.parquet``: one row per token."""
     write_table(batch_file(run_dir, "tokens", batch_number, ".parquet"), columns)
@@ -125,9 +130,10 @@ def rewind(run_dir: Path, batch_number: int) -> None:
         ("evals", 1 + batch_number),
     ):
         _rewind_lines(run_dir / f"{name}.jsonl", end)
-    for folder in ("rollouts", "tokens", "plan"):
+    for folder in ("rollouts", "tokens", "plan", "evals"):
+        end = batch_number + (folder == "evals")  # after so many batches
         for batch, file in batch_files(run_dir, folder).items():
-            if batch >= batch_number:
+            if batch >= end:
                 file.unlink()
     sync_folder(run_dir)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,14 @@ import numpy as np
 from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstrap
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts
-from counterpoise.sampling import sample_from
+from counterpoise.run.files import Columns
+from counterpoise.run.write import ragged
+from counterpoise.sampling import Rollouts, sample_from
 from counterpoise.trainer.collect import grade_rollouts, prompts_from, responses
 from counterpoise.trainer.config import Config
+from counterpoise.types import Prompt
+
+SHOWN = 64  # prompts whose answers are kept
 
 
 class Evaluation(NamedTuple):
@@ -25,6 +31,7 @@ class Evaluation(NamedTuple):
     texts: list[list[str]]
     num_grader_failures: int
     grader_messages: list[str]
+    samples: Columns
 
 
 def evaluate(
@@ -71,7 +78,32 @@ def evaluate(
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
         num_grader_failures=graded.num_faults,
         grader_messages=graded.messages,
+        samples=sample_columns(taken, rollouts, texts, graded.reward),
     )
+
+
+def sample_columns(
+    prompts: Sequence[Prompt], rollouts: Rollouts, texts: Sequence[str], reward: Sequence[float]
+) -> Columns:
+    """Answers to the first ``SHOWN`` prompts for the viewer, with the columns of ``rollouts/``;
+    rollouts come prompt by prompt.
+    """
+    group = rollouts.prompt_index_N[rollouts.prompt_index_N < SHOWN].tolist()
+    own, num = [prompts[at] for at in group], len(group)
+    mask_NT = rollouts.mask_NT[:num]
+    return {
+        "group": group,
+        "rollout": list(range(num)),
+        "prompt_id": [prompt.id for prompt in own],
+        "prompt": [prompt.text for prompt in own],
+        "answer": [prompt.answer for prompt in own],
+        "text": list(texts[:num]),
+        "reward": [float(one) for one in reward[:num]],
+        "stop_reason": list(rollouts.stop_reason[:num]),
+        "token_ids": ragged(rollouts.token_ids_NT[:num], mask_NT),
+        "sampler_logp": ragged(rollouts.sampler_logp_NT[:num], mask_NT),
+        "entropy": ragged(rollouts.entropy_NT[:num], mask_NT),
+    }
 
 
 def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) -> Interval:

@@ -316,6 +316,7 @@ def evaluate_policy(
     progress.warn("evaluation", warnings)
     row = {**numbers, "reward_PK": out.reward_PK.tolist(), **listed(warnings)}
     write.append_row(run_dir, "evals", batch_number, row)
+    write.write_samples(run_dir, batch_number, out.samples)
     return numbers
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.report.runs import method_name, seed_of
+from counterpoise.report.runs import eval_series, final_of, method_name, seed_of
 from counterpoise.run.read import RunFolder
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
+from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
 
 DIVERGING = ("credit", "delta", "predicted", "own", "coupling", "coef", "advantage")
@@ -33,8 +34,24 @@ def run_info(run: RunFolder) -> dict[str, Any]:
             {"batch": batch, "has_tokens": batch in with_tokens}
             for batch in sorted(with_tokens.union(run.batches("rollouts")))
         ],
+        "evals": run.batches("evals"),
         "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS,
         "problems": list(run.problems),
+    }
+
+
+def run_line(run: RunFolder) -> dict[str, Any]:
+    """A run in a list of runs."""
+    evals, asked = eval_series(run), run.config.get("num_batches")
+    return {
+        "name": run.name,
+        "method": method_name(run),
+        "seed": _plain(seed_of(run)),
+        "batches": len(run.metrics),
+        "asked": _plain(asked),
+        "accuracy": _number(float(evals.iloc[-1])) if len(evals) else None,
+        "reward": _number(final_of(run, "reward/mean")) if "reward/mean" in run.metrics else None,
+        "tokens": len(run.batches("tokens")),
     }
 
 
@@ -50,6 +67,7 @@ def batch_info(tokens: BatchTokens) -> dict[str, Any]:
             for name in tokens.names
             if name not in ("text", "batch", "group", "rollout")
         ],
+        "opens_on": opens_on(tokens),
         "texts": tokens.column("text").words or [],
         "groups": _groups(tokens),
         "problems": list(tokens.run.problems),
@@ -68,8 +86,8 @@ def token(tokens: BatchTokens, group: int, at: int) -> dict[str, Any]:
     part = tokens.span(group)
     if not 0 <= at < part.stop - part.start:
         raise ValueError(
-            f"prompt {group} of batch {tokens.batch} has {part.stop - part.start} tokens, no token"
-            f" {at}."
+            f"prompt {group} of batch {tokens.batch} has tokens 0 to {part.stop - part.start - 1},"
+            f" no token {at}."
         )
     return {
         name: _value(tokens.column(name), part.start + at)
@@ -83,7 +101,7 @@ def scale(tokens: BatchTokens, name: str) -> dict[str, Any]:
         return {"name": name, "kind": "category", "words": tokens.column(name).words or []}
     kind = (
         "diverging"
-        if name in DIVERGING or name.startswith(PART_PREFIX)
+        if name in DIVERGING or name.startswith((PART_PREFIX, PREFIX))
         else "sequential"
         if name in SEQUENTIAL
         else "none"
@@ -92,23 +110,63 @@ def scale(tokens: BatchTokens, name: str) -> dict[str, Any]:
     value = value[np.isfinite(value)]
     if not len(value):
         return {"name": name, "kind": "none"}
+    if name in tokens.replays:  # methods side by side share a scale
+        ends = [np.abs(tokens.column(other).value_T) for other in tokens.replays]
+        limit = max(float(np.nanquantile(end, QUANTILE)) for end in ends if np.isfinite(end).any())
+        return {"name": name, "kind": kind, "limit": limit}
     if kind == "diverging":
         return {"name": name, "kind": kind, "limit": float(np.quantile(np.abs(value), QUANTILE))}
     low, high = (float(x) for x in np.quantile(value, [1 - QUANTILE, QUANTILE]))
     return {"name": name, "kind": kind, "low": low, "high": high}
 
 
+def opens_on(tokens: BatchTokens) -> str:
+    """The colour to begin with: credit; where no rollout's tokens differ in it, what happened to
+    them; of samples without credit their entropy.
+    """
+    known = [name for name in ("credit", "delta", "entropy") if name in tokens.names]
+    if known[:2] == ["credit", "delta"] and not _varies(tokens, "credit"):
+        return "delta"
+    return known[0] if known else ""
+
+
+def _varies(tokens: BatchTokens, name: str) -> bool:
+    """Whether a column tells tokens of some rollout apart."""
+    value_T = np.nan_to_num(np.asarray(tokens.column(name).value_T, float))
+    first_T = np.repeat(value_T[tokens.start_N[:-1]], np.diff(tokens.start_N))
+    return bool(np.abs(value_T - first_T).max(initial=0.0) > 1e-6)
+
+
+def prompt_history(run: RunFolder, prompt_id: str) -> list[dict[str, Any]]:
+    """A prompt wherever it was sampled: the batches and evaluations, and how often it was
+    solved.
+    """
+    out = []
+    for kind, folder in (("batch", "rollouts"), ("eval", "evals")):
+        for batch in run.batches(folder):
+            table = run.table(folder, batch, ("prompt_id", "group", "reward"))
+            if table is None or table.num_columns < 3:
+                continue
+            rows = [row for row in table.to_pylist() if str(row["prompt_id"]) == prompt_id]
+            solved = sum((row["reward"] or 0) >= run.success for row in rows)
+            if rows:
+                where = {"kind": kind, "batch": batch, "group": rows[0]["group"]}
+                out.append({**where, "solved": solved, "num": len(rows)})
+    return sorted(out, key=lambda row: row["batch"])
+
+
 def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
     """Prompts with their rollouts, in order; texts of prompts come from the rollouts table where
     there is one.
     """
-    about = _rollout_texts(tokens.run, tokens.batch)
+    about = _rollout_texts(tokens)
     numbers = {
         "reward": tokens.first("reward"),
         "advantage": tokens.first("advantage"),
         "flips": tokens.sums("is_flip"),
     }
     sign_N, length_N = tokens.sign_N, np.diff(tokens.start_N)
+    solved_N = numbers["reward"] >= tokens.run.success
     out: dict[int, dict[str, Any]] = {}
     for at, (group, rollout) in enumerate(zip(tokens.group_N.tolist(), tokens.rollout_N.tolist())):
         texts = about.get(rollout, {})
@@ -125,6 +183,7 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
                 "rollout": rollout,
                 "length": int(length_N[at]),
                 "sign": int(sign_N[at]),
+                "solved": bool(solved_N[at]),
                 **{name: _number(value[at]) for name, value in numbers.items()},
                 "stop_reason": texts.get("stop_reason"),
             }
@@ -132,10 +191,10 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
     return list(out.values())
 
 
-def _rollout_texts(run: RunFolder, batch: int) -> dict[int, dict[str, str | None]]:
-    table = run.table(
-        "rollouts", batch, ("rollout", "prompt_id", "prompt", "answer", "stop_reason")
-    )
+def _rollout_texts(tokens: BatchTokens) -> dict[int, dict[str, str | None]]:
+    folder = "evals" if tokens.source == "evals" else "rollouts"
+    columns = ("rollout", "prompt_id", "prompt", "answer", "stop_reason")
+    table = tokens.run.table(folder, tokens.batch, columns)
     if table is None or "rollout" not in table.column_names:
         return {}
     return {

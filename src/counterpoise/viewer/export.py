@@ -17,7 +17,10 @@ from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
 
 # in the order of their imports
-MODULES = ("text", "colour", "source", "layout", "align", "pane", "inspector", "prompts", "viewer")
+MODULES = (
+    *("text", "colour", "source", "layout", "align", "pane", "inspector"),
+    *("prompts", "history", "address", "viewer"),
+)
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export ", re.MULTILINE)
 MAX_TOKENS = 2_000_000

@@ -1,4 +1,4 @@
-"""The viewer's server: loopback only, GET only, one run folder, no state.
+"""The viewer's server: loopback only, GET only, one run folder or a folder of runs, no state.
 
 Model text leaves it as data, never as markup.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +16,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from counterpoise.errors import nearest
 from counterpoise.report.html import asset as asset_text
-from counterpoise.run.read import batch_files, open_run
+from counterpoise.run.read import open_run, runs_below
 from counterpoise.viewer import api
-from counterpoise.viewer.tokens import BatchTokens, open_batch
+from counterpoise.viewer.cache import BatchCache
+from counterpoise.viewer.tokens import BatchTokens
 
 HOST = "127.0.0.1"
 ASSETS = {
@@ -38,6 +39,9 @@ ASSETS = {
             "pane",
             "inspector",
             "prompts",
+            "history",
+            "address",
+            "runs",
         )
     },
 }
@@ -53,56 +57,63 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-CACHED_BATCHES = 3
+PROMPT = "{batch:int}/prompts/{group:int}"
 
 
 def app(path: Path, port: int) -> ASGIApp:
-    """The application for one run folder, on one port."""
-    cache: OrderedDict[tuple[int, float], BatchTokens] = OrderedDict()
-
-    def tokens(request: Request) -> BatchTokens:
-        return _open(path, request.path_params["batch"], cache)
-
-    def index(request: Request) -> Response:
-        return Response(asset_text("viewer.html", "viewer"), media_type="text/html")
-
-    def asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in ASSETS:
-            return PlainTextResponse("no such file", 404)
-        return Response(
-            asset_text(name, "report" if name == "tokens.css" else "viewer"),
-            media_type=ASSETS[name],
-        )
-
-    def run(request: Request) -> Response:
-        return _json(api.run_info(open_run(path)))
-
-    def batch(request: Request) -> Response:
-        return _json(api.batch_info(tokens(request)))
-
-    def column(request: Request) -> Response:
-        kind, content = api.pack_column(
-            tokens(request), request.path_params["group"], request.path_params["name"]
-        )
-        return Response(content, media_type="application/octet-stream", headers={"X-Dtype": kind})
-
-    def token(request: Request) -> Response:
-        return _json(
-            api.token(tokens(request), request.path_params["group"], request.path_params["at"])
-        )
-
-    prompt = "/api/batches/{batch:int}/prompts/{group:int}"
-    routes = [
-        Route("/", index),
-        Route("/assets/{name}", asset),
-        Route("/api/run", run),
-        Route("/api/batches/{batch:int}", batch),
-        Route(f"{prompt}/columns/{{name:path}}", column),
-        Route(f"{prompt}/tokens/{{at:int}}", token),
-    ]
+    """The application for one run folder, or for a folder of runs, on one port."""
+    runs = runs_below(path)
+    routes = run_routes(lambda request: path, "")
+    if runs:
+        routes = [
+            Route("/", lambda request: _page("runs.html")),
+            Route("/api/runs", lambda request: _json(_lines(path))),
+            Route("/assets/{name}", _asset),
+            *run_routes(lambda request: _chosen(path, request.path_params["run"]), "/runs/{run}"),
+        ]
     inner = Starlette(routes=routes, exception_handlers={ValueError: _not_there})
     return guard(inner, port)
+
+
+def run_routes(folder: Callable[[Request], Path], prefix: str) -> list[Route]:
+    """What is served of a run; ``folder`` says which one a request is about."""
+    cache = BatchCache()
+
+    def routes_of(kind: str, source: str) -> list[Route]:
+        def tokens(request: Request) -> BatchTokens:
+            return cache.get(folder(request), request.path_params["batch"], source)
+
+        def batch(request: Request) -> Response:
+            return _json(api.batch_info(tokens(request)))
+
+        def column(request: Request) -> Response:
+            given = request.path_params
+            kind, content = api.pack_column(tokens(request), given["group"], given["name"])
+            headers = {"X-Dtype": kind}
+            return Response(content, media_type="application/octet-stream", headers=headers)
+
+        def token(request: Request) -> Response:
+            given = request.path_params
+            return _json(api.token(tokens(request), given["group"], given["at"]))
+
+        return [
+            Route(f"{prefix}/api/{kind}/{{batch:int}}", batch),
+            Route(f"{prefix}/api/{kind}/{PROMPT}/columns/{{name:path}}", column),
+            Route(f"{prefix}/api/{kind}/{PROMPT}/tokens/{{at:int}}", token),
+        ]
+
+    def history(request: Request) -> Response:
+        run = open_run(folder(request))
+        return _json(api.prompt_history(run, request.query_params.get("prompt_id", "")))
+
+    return [
+        Route(f"{prefix}/", lambda request: _page("viewer.html")),
+        Route(f"{prefix}/assets/{{name}}", _asset),
+        Route(f"{prefix}/api/run", lambda request: _json(api.run_info(open_run(folder(request))))),
+        Route(f"{prefix}/api/history", history),
+        *routes_of("batches", ""),
+        *routes_of("evals", "evals"),
+    ]
 
 
 def guard(inner: ASGIApp, port: int) -> ASGIApp:
@@ -143,33 +154,40 @@ def free_socket(port: int = 0) -> socket.socket:
 
 
 def serve(path: Path, port: int = 0, *, ready: Callable[[str], None] = print) -> None:
-    """Serve a run folder until interrupted; ``ready`` gets the address."""
+    """Serve a run folder, or a folder of runs, until interrupted; ``ready`` gets the address."""
     import uvicorn
 
-    open_run(path)
+    from counterpoise.viewer.connection import server_config
+
+    if not runs_below(path):
+        open_run(path)
     bound = free_socket(port)
     port = bound.getsockname()[1]
-    config = uvicorn.Config(
-        app(path, port), log_level="warning", access_log=False, server_header=False
-    )
     ready(f"http://{HOST}:{port}/")
-    uvicorn.Server(config).run(sockets=[bound])
+    uvicorn.Server(server_config(app(path, port))).run(sockets=[bound])
 
 
-def _open(
-    path: Path, batch: int, cache: OrderedDict[tuple[int, float], BatchTokens]
-) -> BatchTokens:
-    """The tokens of a batch, kept while its files do not change."""
-    files = [
-        file for folder in ("tokens", "rollouts") if (file := batch_files(path, folder).get(batch))
-    ]
-    key = (batch, max((file.stat().st_mtime for file in files), default=0.0))
-    if key not in cache:
-        cache[key] = open_batch(open_run(path), batch)
-        while len(cache) > CACHED_BATCHES:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
+def _page(name: str) -> Response:
+    return Response(asset_text(name, "viewer"), media_type="text/html")
+
+
+def _asset(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in ASSETS:
+        return PlainTextResponse("no such file", 404)
+    subject = "report" if name == "tokens.css" else "viewer"
+    return Response(asset_text(name, subject), media_type=ASSETS[name])
+
+
+def _chosen(path: Path, name: str) -> Path:
+    runs = runs_below(path)
+    if name not in runs:
+        raise ValueError(f"no run {name!r} in {path.name!r}. {nearest(name, runs)}")
+    return runs[name]
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [api.run_line(open_run(run)) for run in runs_below(path).values()]
 
 
 def _with_headers(send: Send) -> Send:

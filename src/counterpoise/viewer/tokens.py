@@ -7,6 +7,7 @@ Axes: N rollouts, T tokens of the whole batch in order of (group, rollout, posit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from counterpoise.errors import nearest
 from counterpoise.run.read import RunFolder, is_inside
+from counterpoise.text import spans
+from counterpoise.viewer.replays import read_credit, replay_files
 
 ORDER = ("group", "rollout", "position")
 LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy")
@@ -51,28 +55,50 @@ class BatchTokens:
         start_N: np.ndarray,
         read: Callable[[str], Column],
     ) -> None:
-        self.run, self.batch, self.source, self.names, self._read = run, batch, source, names, read
+        self.replays = replay_files(run, batch) if source != "evals" else {}
+        self.run, self.batch, self.source, self._read = run, batch, source, read
+        self.names = [*names, *self.replays]
         self.group_N, self.rollout_N, self.start_N = group_N, rollout_N, start_N
         self._columns: dict[str, Column] = {}
+        self._lock = threading.RLock()  # one thread reads, the others wait for what it read
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the columns that were read so far."""
+        return sum(column.value_T.nbytes for column in list(self._columns.values()))
 
     def column(self, name: str) -> Column:
         """A column in order; ValueError if the files do not have it."""
+        with self._lock:
+            return self._column(name)
+
+    def _column(self, name: str) -> Column:
         if name not in self._columns:
             if name == "text":
                 self._columns[name] = self._texts()
             elif name in ("node_positive", "node_negative") and name not in self.names:
                 self._columns |= self._shared()
+            elif name in self.replays:
+                where_T = (self._column(at).value_T for at in ("rollout", "position"))
+                self._columns[name] = Column(read_credit(self.replays[name], name, *where_T))
             elif name in self.names:
                 self._columns[name] = self._read(name)
             else:
-                raise ValueError(f"{self.run.name!r}: batch {self.batch} has no column {name!r}.")
+                raise ValueError(
+                    f"{self.run.name!r}: batch {self.batch} has no column {name!r}."
+                    f" {nearest(name, self.names)}"
+                )
         return self._columns[name]
 
     def span(self, group: int) -> slice:
         """Tokens of a prompt; ValueError if the batch has no such prompt."""
         rows = np.flatnonzero(self.group_N == group)
         if not len(rows):
-            raise ValueError(f"{self.run.name!r}: batch {self.batch} has no prompt {group}.")
+            known = np.unique(self.group_N)
+            raise ValueError(
+                f"{self.run.name!r}: batch {self.batch} has no prompt {group}. It has"
+                f" {len(known)}, from {known[0]} to {known[-1]}."
+            )
         return slice(int(self.start_N[rows[0]]), int(self.start_N[rows[-1] + 1]))
 
     def first(self, *names: str) -> np.ndarray:
@@ -132,17 +158,32 @@ class BatchTokens:
         return {"node_positive": Column(out[1]), "node_negative": Column(out[-1])}
 
 
-def open_batch(run: RunFolder, batch: int) -> BatchTokens:
-    """The tokens of a batch; ValueError if its files hold nothing to show."""
-    for folder, read in (("tokens", _from_tokens), ("rollouts", _from_rollouts)):
-        tokens = read(run, batch) if batch in run.batches(folder) else None
+def open_batch(run: RunFolder, batch: int, folder: str = "") -> BatchTokens:
+    """The tokens of a batch; ValueError if its files hold nothing to show.
+
+    Args:
+        folder: ``evals`` for the samples of an evaluation after so many batches; else the ledger's
+            tokens, or the rollouts where it has none.
+    """
+    for name in (folder,) if folder else ("tokens", "rollouts"):
+        read = _from_tokens if name == "tokens" else _from_rollouts
+        tokens = read(run, batch, name) if batch in run.batches(name) else None
         if tokens is not None:
             return tokens
-    where = f"{run.name!r}: no readable tokens or rollouts of batch {batch}."
-    raise ValueError(" ".join([where, *run.problems]))
+    raise ValueError(" ".join([_absence(run, batch, folder), *run.problems]))
 
 
-def _from_tokens(run: RunFolder, batch: int) -> BatchTokens | None:
+def _absence(run: RunFolder, batch: int, folder: str) -> str:
+    """A batch that is not there, beside those that are."""
+    known = set(run.batches("tokens")) | set(run.batches("rollouts"))
+    known = sorted(run.batches(folder) if folder else known)
+    what = "samples of the evaluation after" if folder else "tokens or rollouts of"
+    if batch in known:
+        return f"{run.name!r}: no readable {what} batch {batch}."
+    return f"{run.name!r}: no {what} batch {batch}. There are: {spans(known) or 'none'}."
+
+
+def _from_tokens(run: RunFolder, batch: int, folder: str) -> BatchTokens | None:
     names = run.columns("tokens", batch)
     table = run.table("tokens", batch, ORDER) if names else None
     if (
@@ -171,17 +212,17 @@ def _from_tokens(run: RunFolder, batch: int) -> BatchTokens | None:
     )
 
 
-def _from_rollouts(run: RunFolder, batch: int) -> BatchTokens | None:
-    run.columns("rollouts", batch)
-    table = run.table("rollouts", batch, ("group", "rollout", "reward", "advantage", *LISTS))
+def _from_rollouts(run: RunFolder, batch: int, folder: str) -> BatchTokens | None:
+    run.columns(folder, batch)
+    table = run.table(folder, batch, ("group", "rollout", "reward", "advantage", *LISTS))
     if (
         table is None
-        or not _has_numbers(run, f"rollouts of batch {batch}", table, ("group", "rollout"))
+        or not _has_numbers(run, f"{folder} of batch {batch}", table, ("group", "rollout"))
         or not table.num_rows
     ):
         return None
     if "token_ids" not in table.column_names or not _is_list(table, "token_ids"):
-        run.note(f"rollouts of batch {batch} have no token_ids; not shown.")
+        run.note(f"{folder} of batch {batch} have no token_ids; not shown.")
         return None
     table = table.take(
         pa.array(np.lexsort((table.column("rollout").to_numpy(), table.column("group").to_numpy())))
@@ -203,7 +244,7 @@ def _from_rollouts(run: RunFolder, batch: int) -> BatchTokens | None:
     columns |= _derive(columns)
     group_N, rollout_N = table.column("group").to_numpy(), table.column("rollout").to_numpy()
     return BatchTokens(
-        run, batch, "rollouts", list(columns), group_N, rollout_N, start_N, columns.__getitem__
+        run, batch, folder, list(columns), group_N, rollout_N, start_N, columns.__getitem__
     )
 
 

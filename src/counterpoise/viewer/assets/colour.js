@@ -12,9 +12,16 @@ export const LABELS = {
   is_fork: "fork of good and bad", kl: "KL after || before",
 };
 const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
-const FIRST = ["credit", "delta", "own", "coupling", "predicted", "entropy", "confidence", "cancellation", "category", "weight", "change"];
+// what belongs together in the list of colours, the most asked for first
+const FAMILIES = [
+  ["Credit", ["credit", "weight", "advantage", "coef"]],
+  ["Change", ["delta", "change", "predicted", "own", "coupling", "cancellation", "kl"]],
+  ["Policy", ["entropy", "confidence", "ratio"]],
+  ["Token", ["category"]],
+];
 
 export function label(name) {
+  if (name.startsWith("replay/")) return `credit under ${name.slice(7)}`;
   const part = /^part_([^_]+)_(.+)$/.exec(name);
   if (!part) return LABELS[name] ?? name.replaceAll("_", " ");
   if (part[2] === "rest") return `${part[1]}: optimizer's memory`;
@@ -27,8 +34,16 @@ function wordCss(scale, at) {
 
 // columns that can be coloured, the most asked for first
 export function colourable(columns) {
-  const rank = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
-  return columns.filter((c) => c.kind !== "none").sort((a, b) => rank(a.name) - rank(b.name));
+  const names = FAMILIES.flatMap(([, members]) => members);
+  const rank = ({ name }) => (names.includes(name) ? names.indexOf(name) : names.length + FAMILY_ORDER.indexOf(familyOf(name)));
+  return columns.filter((c) => c.kind !== "none").sort((a, b) => rank(a) - rank(b));
+}
+
+const FAMILY_ORDER = ["Replay", "Parts of the predicted change", "Further columns"];
+
+export function familyOf(name) {
+  const known = FAMILIES.find(([, members]) => members.includes(name));
+  return known ? known[0] : name.startsWith("replay/") ? FAMILY_ORDER[0] : name.startsWith("part_") ? FAMILY_ORDER[1] : FAMILY_ORDER[2];
 }
 
 export function painter(scale, values) {

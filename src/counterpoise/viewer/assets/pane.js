@@ -74,7 +74,10 @@ export class Pane {
 
   arrangeText() {
     const { rows, code, width, isBreak } = this.group;
-    const sides = SIDES.map(([sign, title]) => ({ title, rows: rows.filter((row) => row.sign === sign) })).filter((side) => side.rows.length);
+    const { beside } = this.group; // two colours of the same rollouts, or the two signs
+    const sides = beside
+      ? beside.map((title) => ({ title, rows }))
+      : SIDES.map(([sign, title]) => ({ title, rows: rows.filter((row) => row.sign === sign) })).filter((side) => side.rows.length);
     const isNarrow = this.place.clientWidth < NARROW;
     const space = (this.place.clientWidth - 16) / (isNarrow ? 1 : sides.length);
     const capacity = Math.max(8, Math.floor((space - 36) / this.cell) - 1);
@@ -84,7 +87,7 @@ export class Pane {
       const tops = stacked(lines);
       const base = TITLE + (isNarrow ? below : 0);
       below += TITLE + tops.at(-1);
-      return { ...side, lines, tops, base, left: 16 + (isNarrow ? 0 : at * space), space: space - 20 };
+      return { ...side, paint: beside ? at : 0, lines, tops, base, left: 16 + (isNarrow ? 0 : at * space), space: space - 20 };
     });
     this.canvas.style.width = "";
     this.canvas.style.height = `${Math.max(...this.sides.map((side) => side.base + side.tops.at(-1)))}px`;
@@ -149,16 +152,17 @@ export class Pane {
   }
 
   wantText(side, top, bottom, wanted) {
-    const { base } = side;
-    wanted.set(`${side.title}`, () => this.at(element("h3", `side ${cssOfSign(side.rows[0].sign)}`, `${side.title} · ${side.rows.length}`), side.left, base - TITLE + 4, side.space));
+    const { base, paint } = side;
+    const css = this.group.beside ? "zero" : cssOfSign(side.rows[0].sign);
+    wanted.set(`${paint}${side.title}`, () => this.at(element("h3", `side ${css}`, `${side.title} · ${side.rows.length}`), side.left, base - TITLE + 4, side.space));
     for (let r = lastAtMost(side.tops, top - base); r < side.rows.length && side.tops[r] + base < bottom; r += 1) {
       const row = side.rows[r];
-      wanted.set(`h${row.start}`, () => this.at(head(row), side.left, base + side.tops[r], side.space));
+      wanted.set(`h${paint}/${row.start}`, () => this.at(head(row), side.left, base + side.tops[r], side.space));
       const from = Math.max(0, Math.floor((top - base - side.tops[r] - HEAD) / LINE));
       for (let k = from; k < side.lines[r].length - 1; k += 1) {
         const y = base + side.tops[r] + HEAD + k * LINE;
         if (y > bottom) break;
-        wanted.set(`l${side.lines[r][k]}`, () => this.at(this.line(side.lines[r][k], side.lines[r][k + 1]), side.left, y, side.space));
+        wanted.set(`l${paint}/${side.lines[r][k]}`, () => this.at(this.line(side.lines[r][k], side.lines[r][k + 1], paint), side.left, y, side.space));
       }
     }
   }
@@ -190,9 +194,10 @@ export class Pane {
     return [first, Math.min(starts[1], lastAtMost(lefts, scrollLeft + clientWidth + NEAR - MARGIN) + 1)];
   }
 
-  line(from, to) {
+  line(from, to, paint) {
     const line = element("div", "line");
-    for (let i = from; i < to; i += 1) line.append(this.token(i));
+    line.dataset.paint = paint;
+    for (let i = from; i < to; i += 1) line.append(this.token(i, paint));
     return line;
   }
 
@@ -209,9 +214,9 @@ export class Pane {
     return out;
   }
 
-  token(i) {
+  token(i, paint = 0) {
     const made = document.createElement("span");
-    made.className = this.css(i);
+    made.className = this.css(i, paint);
     made.textContent = this.group.display[this.group.code[i]];
     made.dataset.i = i;
     return made;
@@ -227,8 +232,18 @@ export class Pane {
   // new classes for every token in sight
   repaint() {
     for (const made of this.live.values()) {
-      if (made.className === "line" || made.className === "cells") for (const token of made.children) token.className = this.css(Number(token.dataset.i));
+      if (made.className === "line" || made.className === "cells") for (const token of made.children) token.className = this.css(Number(token.dataset.i), Number(made.dataset.paint ?? 0));
     }
+  }
+
+  // tokens of the drawn lines that are wholly in sight
+  inSight() {
+    const { top, bottom } = this.place.getBoundingClientRect();
+    const lines = [...this.canvas.querySelectorAll(".line, .cells")].filter((line) => {
+      const box = line.getBoundingClientRect();
+      return box.top >= top && box.bottom <= bottom;
+    });
+    return lines.flatMap((line) => [...line.children].map((token) => Number(token.dataset.i)));
   }
 
   reveal(i) {
@@ -259,7 +274,8 @@ export class Pane {
 
   // the token above or below: the neighbouring rollout at the same column or position
   neighbour(i, direction) {
-    const rows = this.grid ? this.grid.rows : (this.sides ?? []).flatMap((side) => side.rows);
+    const sides = this.group.beside ? (this.sides ?? []).slice(0, 1) : (this.sides ?? []);
+    const rows = this.grid ? this.grid.rows : sides.flatMap((side) => side.rows);
     const r = rows.findIndex((row) => i >= row.start && i < row.end);
     const next = rows[r + direction];
     if (!next) return i;

@@ -1,6 +1,22 @@
-// The prompts of a batch: how many rollouts solved each, how many tokens flipped.
+// The prompts of a batch: how many rollouts solved each, how many tokens flipped; searched and sorted.
 
 import { element, number, visible } from "./text.js";
+
+const solveRate = (group) => group.rollouts.filter((r) => r.solved).length / group.rollouts.length;
+const flipsOf = (group) => group.rollouts.reduce((sum, r) => sum + (r.flips ?? 0), 0);
+const ORDERS = {
+  hard: (a, b) => solveRate(a) - solveRate(b),
+  easy: (a, b) => solveRate(b) - solveRate(a),
+  flips: (a, b) => flipsOf(b) - flipsOf(a),
+};
+
+// the prompts that pass the filter and hold the words, in the order that was asked for
+export function chosenPrompts(groups, { filter, search, sort }) {
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (g) => `${g.group} ${g.prompt_id ?? ""} ${g.prompt ?? ""} ${g.answer ?? ""}`.toLowerCase();
+  const shown = groups.filter((g) => isShown(g, filter) && words.every((word) => text(g).includes(word)));
+  return ORDERS[sort] ? shown.sort(ORDERS[sort]) : shown;
+}
 
 export function isShown(group, filter) {
   if (filter === "mixed") return group.rollouts.some((r) => r.sign > 0) && group.rollouts.some((r) => r.sign < 0);
@@ -18,11 +34,11 @@ function item(group, isChosen, onChoose) {
   const button = element("button", "prompt");
   button.type = "button";
   if (isChosen) button.setAttribute("aria-current", "true");
-  const flips = group.rollouts.reduce((sum, r) => sum + (r.flips ?? 0), 0);
+  const flips = flipsOf(group);
   const up = group.rollouts.filter((r) => r.sign > 0).length;
   const down = group.rollouts.filter((r) => r.sign < 0).length;
   const top = element("span", "top");
-  top.append(element("b", "", `${group.group}`), dots(up, down, group.rollouts.length - up - down), element("span", "flips", flips ? `${number(flips)} flips` : ""));
+  top.append(element("b", "", `${group.group}`), dots(up, down, group.rollouts.length - up - down), element("span", "flips", [`${group.rollouts.filter((r) => r.solved).length}/${group.rollouts.length}`, flips ? `${number(flips)} flips` : ""].filter(Boolean).join(" · ")));
   button.append(top, element("span", "excerpt", visible((group.prompt ?? group.prompt_id ?? "").slice(0, 160))));
   button.addEventListener("click", () => onChoose(group.group));
   out.append(button);

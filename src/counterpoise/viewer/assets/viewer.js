@@ -1,28 +1,34 @@
 // The token viewer: what is chosen lives in the address, the rest follows from it.
 
-import { colourable, drawLegend, label, painter } from "./colour.js";
+import { addressOf, chosenBy } from "./address.js";
+import { colourable, drawLegend, familyOf, label, painter } from "./colour.js";
+import { drawHistory } from "./history.js";
 import { drawEmpty, drawToken } from "./inspector.js";
 import { Pane } from "./pane.js";
-import { drawPrompts, isShown } from "./prompts.js";
+import { chosenPrompts, drawPrompts, isShown } from "./prompts.js";
 import { makeSource } from "./source.js";
 import { cells, element, number, visible, visibleLines } from "./text.js";
 
 const byId = (id) => document.getElementById(id);
 const source = makeSource();
-const chosen = { batch: null, prompt: null, colour: "credit", layout: "text", flips: false, filter: "all" };
+const chosen = { kind: "batch", batch: null, prompt: null, colour: "", beside: "", layout: "text", flips: false, filter: "all", search: "", sort: "order" };
 let run = null; // what the run is
 let loaded = null; // the batch: prompts, columns, texts
 let group = null; // the prompt: rows and columns of tokens
-let paint = () => "";
+let paints = [() => ""]; // of the colour, and of the one beside it
 let focus = -1; // token with the keyboard
 let marked = -1; // token whose equals are marked
 let asked = 0; // counts questions about tokens, so that a late answer is dropped
 let loading = 0; // the same for prompts and batches
+let notice = ""; // said once, with the batch that is shown instead
 
 const pane = new Pane(byId("pane"), { onHover: (i) => guard(inspect(i)), onLeave: () => { if (group && focus >= 0) guard(inspect(marked >= 0 ? marked : focus)); }, onPick: (i) => pick(i), css: cssOf });
 
-function cssOf(i) {
-  let css = `t ${paint(i)}`;
+const placeOf = (kind, batch) => `${kind === "eval" ? "evals" : "batches"}/${batch}`;
+const place = () => placeOf(chosen.kind, chosen.batch);
+
+function cssOf(i, side = 0) {
+  let css = `t ${(paints[side] ?? paints[0])(i)}`;
   const up = group.up?.[i] ?? 0;
   const down = group.down?.[i] ?? 0;
   if (up > 0 && down > 0) css += " both";
@@ -42,56 +48,98 @@ async function start() {
   byId("run-about").textContent = visible([run.method, run.task, run.seed === null ? "" : `seed ${run.seed}`].filter(Boolean).join(" · "));
   document.title = `${visible(run.name)} · counterpoise view`;
   byId("batch").replaceChildren(...run.batches.map(({ batch, has_tokens }) => option(batch, has_tokens ? `${batch}` : `${batch} (no ledger)`)));
+  if (run.evals?.length) byId("batch").append(family("Evaluation after", run.evals.map((batch) => option(`e${batch}`, `${batch} batches`))));
+  byId("all-runs").hidden = !location.pathname.startsWith("/runs/");
+  byId("all-runs").href = "../../";
   readAddress();
   if (!run.batches.length) return tell(["This run has no rollouts and no tokens to show.", ...run.problems]);
-  if (!run.batches.some(({ batch }) => batch === chosen.batch)) chosen.batch = (run.batches.findLast((s) => s.has_tokens) ?? run.batches.at(-1)).batch;
-  await showBatch(chosen.batch, true);
+  await showAddress();
 }
 
-async function showBatch(batch, keep = false) {
+async function showAddress() {
+  if (!isThere(chosen.kind, chosen.batch)) {
+    if (chosen.batch !== null) notice = `There is no ${chosen.kind === "eval" ? "evaluation after" : "batch"} ${chosen.batch}; the last one with tokens is shown.`;
+    chosen.kind = "batch";
+    chosen.batch = (run.batches.findLast((s) => s.has_tokens) ?? run.batches.at(-1)).batch;
+  }
+  await showBatch(chosen.batch, true, chosen.kind);
+}
+
+function isThere(kind, batch) {
+  return kind === "eval" ? run.evals.includes(batch) : run.batches.some((one) => one.batch === batch);
+}
+
+async function showBatch(batch, keep = false, kind = "batch", wantedPrompt = null) {
   const turn = (loading += 1);
-  const found = await source.batch(batch);
+  const fresh = await source.batch(placeOf(kind, batch));
   if (turn !== loading) return;
+  const follows = group?.about.prompt_id ?? null; // the prompt in sight is followed where the batch has it
   chosen.batch = batch;
-  loaded = found;
+  chosen.kind = kind;
+  loaded = fresh;
   loaded.display = loaded.texts.map(visible);
   loaded.width = Int32Array.from(loaded.display, cells);
   loaded.isBreak = loaded.texts.map((text) => text.includes("\n"));
-  byId("batch").value = batch;
+  byId("batch").value = kind === "eval" ? `e${batch}` : batch;
   const options = colourable(loaded.columns);
-  byId("colour").replaceChildren(...options.map((c) => option(c.name, label(c.name))));
-  if (!options.some((c) => c.name === chosen.colour)) chosen.colour = options[0]?.name ?? "";
+  byId("colour").replaceChildren(...colourFamilies(options));
+  if (!options.some((c) => c.name === chosen.colour)) chosen.colour = loaded.opens_on || (options[0]?.name ?? "");
   byId("colour").value = chosen.colour;
-  tell(loaded.problems);
+  drawBeside(options);
+  tell(notice ? [notice, ...loaded.problems] : loaded.problems);
+  notice = "";
   const groups = shownGroups();
-  const wanted = keep && loaded.groups.some((g) => g.group === chosen.prompt) ? chosen.prompt : (groups[0] ?? loaded.groups[0])?.group;
+  const has = (test) => loaded.groups.find(test)?.group;
+  const same = (prompt) => (prompt === null ? undefined : has((g) => g.group === prompt));
+  const followed = follows === null ? undefined : has((g) => g.prompt_id === follows);
+  const wanted = same(wantedPrompt) ?? (keep ? same(chosen.prompt) : followed) ?? (groups.find((g) => isShown(g, "mixed")) ?? groups[0] ?? loaded.groups[0])?.group;
   await showPrompt(wanted, keep ? chosen.token : null);
+}
+
+function colourFamilies(options) {
+  const names = [...new Set(options.map((c) => familyOf(c.name)))];
+  return names.map((name) => family(name, options.filter((c) => familyOf(c.name) === name).map((c) => option(c.name, label(c.name)))));
+}
+
+// a second colour beside the first: two methods' credit of a replay, or any two columns
+function drawBeside(options) {
+  const isThere = options.some((c) => c.name === chosen.beside);
+  if (!isThere) chosen.beside = "";
+  byId("beside-control").hidden = !options.length;
+  byId("beside").replaceChildren(option("", "nothing"), ...colourFamilies(options));
+  byId("beside").value = chosen.beside;
 }
 
 async function showPrompt(prompt, token = null) {
   if (prompt === undefined) return;
   const turn = (loading += 1);
   const about = loaded.groups.find((g) => g.group === prompt);
-  const wanted = (name) => (loaded.columns.some((c) => c.name === name) ? source.column(chosen.batch, prompt, name) : null);
-  const [code, flip, up, down, values] = await Promise.all([
-    source.column(chosen.batch, prompt, "text"), wanted("is_flip"),
-    source.column(chosen.batch, prompt, "node_positive"), source.column(chosen.batch, prompt, "node_negative"), wanted(chosen.colour),
+  const wanted = (name) => (loaded.columns.some((c) => c.name === name) ? source.column(place(), prompt, name) : null);
+  const [code, flip, up, down, values, beside] = await Promise.all([
+    source.column(place(), prompt, "text"), wanted("is_flip"),
+    source.column(place(), prompt, "node_positive"), source.column(place(), prompt, "node_negative"), wanted(chosen.colour), wanted(chosen.beside),
   ]);
   if (turn !== loading) return;
   chosen.prompt = prompt;
   let end = 0;
   const rows = about.rollouts.map((r) => ({ ...r, stop: visible(r.stop_reason), start: end, end: (end += r.length) }));
-  group = { about, rows, code, flip, up, down, display: loaded.display, width: loaded.width, isBreak: loaded.isBreak, columns: new Map([[chosen.colour, values]]) };
+  group = { about, rows, code, flip, up, down, display: loaded.display, width: loaded.width, isBreak: loaded.isBreak, columns: new Map([[chosen.beside, beside], [chosen.colour, values]]) };
   focus = marked = -1;
-  setPaint(values);
+  setPaint(values, beside);
   drawQuestion(about);
   drawList();
   drawEmpty(byId("inspector"));
   await pane.show(group, chosen.layout);
-  const at = token ? tokenAt(token) : -1;
-  if (at >= 0) moveTo(at);
-  if (token?.marked && at >= 0) pick(at);
-  writeAddress();
+  const given = token ? tokenAt(token) : -1;
+  if (given >= 0) moveTo(given);
+  if (token?.marked && given >= 0) pick(given);
+  if (given < 0) choose(strongest(values));
+}
+
+// of the tokens in sight the one that stands out most in the colour: the page opens with its numbers
+function strongest(values) {
+  const size = (i) => (values && !Number.isNaN(values[i]) ? Math.abs(values[i]) : -1);
+  return pane.inSight().reduce((best, i) => (best < 0 || size(i) > size(best) ? i : best), -1);
 }
 
 async function showColour(name) {
@@ -100,14 +148,30 @@ async function showColour(name) {
   if (turn !== loading) return;
   chosen.colour = name;
   byId("colour").value = name;
-  setPaint(values);
-  pane.repaint();
+  setPaint(values, group.columns.get(chosen.beside));
+  if (chosen.beside) await pane.arrange(focus);
+  else pane.repaint();
   writeAddress();
 }
 
-function setPaint(values) {
-  const scale = loaded.columns.find((c) => c.name === chosen.colour);
-  paint = painter(scale, values);
+async function showBeside(name) {
+  const turn = loading;
+  const values = name ? await columnOf(name) : null;
+  if (turn !== loading) return;
+  chosen.beside = name;
+  byId("beside").value = name;
+  setPaint(group.columns.get(chosen.colour), values);
+  if (name && chosen.layout === "aligned") await showLayout("text");
+  else await pane.show(group, chosen.layout, focus);
+  writeAddress();
+}
+
+function setPaint(values, beside) {
+  const scaleOf = (name) => loaded.columns.find((c) => c.name === name);
+  const scale = scaleOf(chosen.colour);
+  paints = [painter(scale, values)];
+  if (chosen.beside) paints.push(painter(scaleOf(chosen.beside), beside));
+  group.beside = chosen.beside ? [label(chosen.colour), label(chosen.beside)] : null;
   drawLegend(byId("legend"), scale, run.descriptions[chosen.colour]);
 }
 
@@ -131,10 +195,17 @@ function drawQuestion(about) {
   if (about.prompt_id) parts.push(visible(about.prompt_id));
   if (about.answer) parts.push(`answer ${visible(about.answer)}`);
   byId("prompt-about").textContent = parts.join(" · ");
+  guard(showHistory(about));
+}
+
+async function showHistory(about) {
+  const rows = about.prompt_id ? await source.history(about.prompt_id) : [];
+  if (group?.about !== about) return;
+  drawHistory(byId("history"), rows, chosen, (row) => guard(showBatch(row.batch, false, row.kind, row.group)));
 }
 
 function shownGroups() {
-  return loaded.groups.filter((g) => isShown(g, chosen.filter));
+  return chosenPrompts(loaded.groups, chosen);
 }
 
 function drawList() {
@@ -151,7 +222,7 @@ function tell(problems) {
 // ---- tokens
 
 async function columnOf(name) {
-  if (!group.columns.has(name)) group.columns.set(name, await source.column(chosen.batch, chosen.prompt, name));
+  if (!group.columns.has(name)) group.columns.set(name, await source.column(place(), chosen.prompt, name));
   return group.columns.get(name);
 }
 
@@ -167,16 +238,20 @@ function tokenAt({ rollout, position }) {
 async function inspect(i, twins = null) {
   const turn = (asked += 1);
   const from = group;
-  const numbers = await source.token(chosen.batch, chosen.prompt, i);
+  const numbers = await source.token(place(), chosen.prompt, i);
   const equals = twins ?? (i === marked ? await twinsOf(i) : null);
   if (turn === asked && from === group) drawToken(byId("inspector"), numbers, rowOf(i), run.descriptions, equals, (at) => moveTo(at));
 }
 
 function moveTo(i) {
-  focus = i;
   pane.reveal(i);
+  choose(i);
+}
+
+function choose(i) {
+  focus = i;
   pane.repaint();
-  guard(inspect(i));
+  if (i >= 0) guard(inspect(i));
   writeAddress();
 }
 
@@ -218,8 +293,9 @@ function nextFlip(direction) {
 // ---- moving about
 
 function batchBy(direction) {
-  const at = run.batches.findIndex(({ batch }) => batch === chosen.batch) + direction;
-  if (run.batches[at]) guard(showBatch(run.batches[at].batch));
+  const all = chosen.kind === "eval" ? run.evals : run.batches.map(({ batch }) => batch);
+  const next = all[all.indexOf(chosen.batch) + direction];
+  if (next !== undefined) guard(showBatch(next, false, chosen.kind));
 }
 
 function promptBy(direction) {
@@ -247,13 +323,14 @@ const KEYS = {
   c: () => colourBy(1), C: () => colourBy(-1),
   a: () => guard(showLayout(chosen.layout === "text" ? "aligned" : "text")),
   x: () => showFlips(!chosen.flips),
+  "/": () => byId("prompt-search").focus(),
   "?": () => byId("help").showModal(),
 };
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open || !group) return;
   const inField = event.target.closest?.("select, input, button, tr");
-  if (inField && (event.key.startsWith("Arrow") || event.key === "Enter" || event.target.tagName === "SELECT")) return;
+  if (event.target.type === "search" || (inField && (event.key.startsWith("Arrow") || event.key === "Enter" || event.target.tagName === "SELECT"))) return;
   const act = KEYS[event.key];
   if (act) {
     event.preventDefault();
@@ -264,32 +341,25 @@ addEventListener("keydown", (event) => {
 // ---- the address
 
 function writeAddress() {
-  const out = new URLSearchParams({ batch: chosen.batch, prompt: chosen.prompt, colour: chosen.colour, layout: chosen.layout });
-  if (chosen.flips) out.set("flips", "1");
-  if (chosen.filter !== "all") out.set("filter", chosen.filter);
   const at = marked >= 0 ? marked : focus;
-  if (at >= 0) {
-    const row = rowOf(at);
-    out.set("rollout", row.rollout);
-    out.set("position", at - row.start);
-    if (marked >= 0) out.set("marked", "1");
-  }
-  history.replaceState(null, "", `#${out}`);
+  const row = at >= 0 ? rowOf(at) : null;
+  history.replaceState(null, "", addressOf(chosen, row && { rollout: row.rollout, position: at - row.start, marked: marked >= 0 }));
 }
 
 function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  const whole = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
-  chosen.batch = whole("batch") ?? chosen.batch;
-  chosen.prompt = whole("prompt") ?? chosen.prompt;
-  chosen.colour = given.get("colour") ?? chosen.colour;
-  chosen.layout = given.get("layout") === "aligned" ? "aligned" : "text";
-  chosen.flips = given.get("flips") === "1";
-  chosen.token = whole("rollout") === null ? null : { rollout: whole("rollout"), position: whole("position") ?? 0, marked: given.get("marked") === "1" };
-  chosen.filter = ["mixed", "flips"].includes(given.get("filter")) ? given.get("filter") : "all";
+  Object.assign(chosen, chosenBy(location.hash, chosen));
+  byId("prompt-search").value = chosen.search;
+  byId("prompt-sort").value = chosen.sort;
   byId("flips").checked = chosen.flips;
   byId("prompt-filter").value = chosen.filter;
   for (const name of ["text", "aligned"]) byId(`layout-${name}`).setAttribute("aria-pressed", String(name === chosen.layout));
+}
+
+function family(name, options) {
+  const out = element("optgroup");
+  out.label = name;
+  out.append(...options);
+  return out;
 }
 
 function option(value, text) {
@@ -308,15 +378,18 @@ const setTheme = (name) => { document.documentElement.dataset.theme = name; };
 setTheme(system.matches ? "dark" : "light");
 system.addEventListener("change", () => setTheme(system.matches ? "dark" : "light"));
 byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-byId("batch").addEventListener("change", (event) => guard(showBatch(Number(event.target.value))));
+byId("batch").addEventListener("change", ({ target: { value } }) => guard(showBatch(Number(value.replace("e", "")), false, value[0] === "e" ? "eval" : "batch")));
 byId("batch-back").addEventListener("click", () => batchBy(-1));
 byId("batch-next").addEventListener("click", () => batchBy(1));
 byId("colour").addEventListener("change", (event) => guard(showColour(event.target.value)));
+byId("beside").addEventListener("change", (event) => guard(showBeside(event.target.value)));
+byId("prompt-search").addEventListener("input", (event) => { chosen.search = event.target.value; drawList(); writeAddress(); });
+byId("prompt-sort").addEventListener("change", (event) => { chosen.sort = event.target.value; drawList(); writeAddress(); });
 byId("layout-text").addEventListener("click", () => guard(showLayout("text")));
 byId("layout-aligned").addEventListener("click", () => guard(showLayout("aligned")));
 byId("flips").addEventListener("change", (event) => showFlips(event.target.checked));
 byId("prompt-filter").addEventListener("change", (event) => { chosen.filter = event.target.value; drawList(); writeAddress(); });
 byId("help-open").addEventListener("click", () => byId("help").showModal());
-addEventListener("hashchange", () => { readAddress(); guard(showBatch(chosen.batch, true)); });
+addEventListener("hashchange", () => { readAddress(); guard(showAddress()); });
 drawEmpty(byId("inspector"));
 guard(start());
