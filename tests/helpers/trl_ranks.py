@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from counterpoise.hosts.trl.batch import gather_columns
+from counterpoise.hosts.trl.live import live_columns
 from counterpoise.hosts.trl.state import credit_state
 from helpers import trl_tiny
 
@@ -37,7 +38,25 @@ SCENARIOS = {
     "clip_cov": {"method": "clip_cov", "plan": "query_preserved"},
     "uniform": {"method": "uniform", "plan": "query_preserved"},
     "ledger": {"method": "delta", "plan": "reward_balanced", "ledger_every": 2},
+    # rollouts without a reward: here and there, and all of the second process
+    "ungraded": {"method": "ktae", "plan": "round_robin", "reward_funcs": "ungraded"},
+    "half_ungraded": {"method": "reinforce_pp", "plan": "round_robin", "reward_funcs": "half"},
 }
+
+
+def ungraded(completions, **columns):
+    rewards = trl_tiny.graded(completions)
+    return [None if len(text.split()) == 3 else r for text, r in zip(completions, rewards)]
+
+
+def half(completions, **columns):
+    """Rewards for the first half of a generation, whatever the world."""
+    first = int(os.environ.get("RANK", 0)) * len(completions)
+    rewards = [float((first + k) % 3 == 0) for k in range(len(completions))]
+    return [r if first + k < 8 else None for k, r in enumerate(rewards)]
+
+
+REWARDS = {"ungraded": ungraded, "half": half}
 
 
 def shard_fully(trainer):
@@ -64,7 +83,9 @@ def run(name, world):
     """
     sizes = {"per_device_train_batch_size": 4 // world, "steps_per_generation": 4}
     folder = Path(tempfile.mkdtemp())
-    trainer = trl_tiny.ours(folder, args=ARGS | sizes | SCENARIOS[name], rollout_func=trl_tiny.told)
+    args = ARGS | sizes | SCENARIOS[name]
+    reward = REWARDS.get(args.pop("reward_funcs", ""), trl_tiny.graded)
+    trainer = trl_tiny.ours(folder, args=args, reward_funcs=reward, rollout_func=trl_tiny.told)
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
     if os.environ.get("ENGINE") == "fsdp2":
         shard_fully(trainer)
@@ -104,7 +125,7 @@ def _tokens(folder):
 def _by_row(trainer, output):
     """[N, T] credit in the order of the rows' global numbers."""
     columns = gather_columns(trainer, {name: output[name] for name in ("cp_row", "cp_credit")})
-    return columns["cp_credit"][columns["cp_row"].argsort()]
+    return live_columns(columns)["cp_credit"]
 
 
 def _whole(tensors):

@@ -152,6 +152,11 @@ class Book:
             self._note(note)
         self.let_go()
 
+    def skip(self) -> None:
+        """An update without a rollout: it is counted, and there is nothing to account for."""
+        self.residuals.append({})
+        self.let_go()
+
     def let_go(self) -> None:
         """Keep nothing of the update: it is accounted for, or there is no memory to do it."""
         self._before = self._gradient = None

@@ -11,7 +11,7 @@ Files (batches are counted from 0), and where each carries the schema version::
     evals.jsonl                      one row per evaluation                          key, every row
     evals/batch_000012.parquet       samples of the evaluation after 12 batches, as rollouts/
     rollouts/batch_000012.parquet    one row per rollout       file metadata counterpoise_schema
-    tokens/batch_000012.parquet      one row per token: the ledger              the same metadata
+    tokens/batch_000012.parquet      one row per token (and pass): the ledger   the same metadata
     plan/batch_000012.json           rows of each update                       key schema_version
     checkpoints/batch_000012/        the state before batch 12               key in state.json
 

@@ -193,13 +193,16 @@ def _from_tokens(run: RunFolder, batch: int, folder: str) -> BatchTokens | None:
     ):
         return None
     group, rollout, position = (table.column(name).to_numpy() for name in ORDER)
-    order_T = np.lexsort((position, rollout, group))
+    num_rows, order_T = len(group), np.lexsort((position, rollout, group))
+    key_3T = np.stack([group, rollout, position])[:, order_T]
+    # a batch that was trained on in several passes has a row per token and pass: the first is shown
+    order_T = order_T[np.r_[True, (key_3T[:, 1:] != key_3T[:, :-1]).any(0)]]
     group, rollout = group[order_T], rollout[order_T]
     start = np.flatnonzero(np.r_[True, (rollout[1:] != rollout[:-1]) | (group[1:] != group[:-1])])
 
     def read(name: str) -> Column:
         values = run.table("tokens", batch, [name])
-        if values is None or values.num_rows != len(order_T):
+        if values is None or values.num_rows != num_rows:
             raise ValueError(f"{run.name!r}: column {name!r} of batch {batch} cannot be read.")
         column = as_column(values.column(name))
         return column._replace(value_T=column.value_T[order_T])

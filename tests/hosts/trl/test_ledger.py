@@ -14,6 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install counterpois
 from counterpoise.ledger import book
 from counterpoise.run.read import open_run
 from counterpoise.run.schema import TOKEN_COLUMNS
+from counterpoise.viewer.tokens import open_batch
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -51,6 +52,36 @@ def test_coefficients_are_those_of_the_update(case, tmp_path):
     left_out = tokens[~tokens["loss_mask"]]
     assert (len(left_out) > 0) == (case == "rows left out")
     assert left_out["coef"].isna().all()
+
+
+def test_every_pass_over_a_generation_is_booked(tmp_path):
+    """``num_iterations=2``: two updates a pass, four in all; a token has a row for each pass."""
+    args = {"method": "dapo", "num_iterations": 2, "steps_per_generation": 4}
+    trl_tiny.ours(tmp_path, args=SGD | args).train()
+    folder = tmp_path / "counterpoise"
+    tokens = pq.read_table(folder / "tokens" / "batch_000000.parquet").to_pandas()
+    assert set(tokens["update"]) == {0, 1, 2, 3}
+    key = ["rollout", "position"]
+    assert (tokens.groupby(key).size() == 2).all()
+    first, second = (tokens[tokens["update"].isin(pair)] for pair in ((0, 1), (2, 3)))
+    assert len(first) == len(second)
+    assert (first["ratio"] - 1).abs().max() < (second["ratio"] - 1).abs().max()
+    size = tokens["predicted"].abs().max()
+    assert tokens["part_sign_rest"].abs().max() < 1e-3 * size
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    shown = open_batch(open_run(folder), 0)
+    assert len(shown.column("token_id").value_T) == len(first)
+    expected = first.sort_values(["group", *key])
+    assert shown.column("delta").value_T.tolist() == pytest.approx(expected["delta"].tolist())
+
+
+def test_a_batch_that_training_did_not_finish_is_booked_as_far_as_it_came(tmp_path):
+    trl_tiny.ours(tmp_path, args=SGD | {"method": "dapo", "max_steps": 3}).train()
+    tokens = pq.read_table(
+        tmp_path / "counterpoise" / "tokens" / "batch_000000.parquet"
+    ).to_pandas()
+    assert set(tokens["update"].dropna()) == {0, 1, 2}
+    assert 0 < tokens["update"].isna().mean() < 0.5
 
 
 def test_training_with_the_ledger_is_training_without_it(tmp_path):

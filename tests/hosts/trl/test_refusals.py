@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+from counterpoise.hosts.trl import CreditMixin
 from counterpoise.hosts.trl.checks import check_trainer, check_version
 from counterpoise.hosts.trl.method import setup
 from helpers import trl_tiny
@@ -15,9 +17,7 @@ from helpers import trl_tiny
 pytestmark = pytest.mark.hosts
 
 
-def stand_in(
-    method="delta", *, processes=1, parallelism=None, columns=("prompt",), fsdp=False, **args
-):
+def stand_in(method="delta", *, processes=1, parallelism=None, fsdp=False, **args):
     """What ``check_trainer`` looks at, without a world of processes."""
     config = trl_tiny.CreditGRPOConfig(
         output_dir="unused", **trl_tiny.SMALL | {"method": method} | args
@@ -29,7 +29,6 @@ def stand_in(
         num_generations=config.num_generations,
         beta=config.beta,
         model=model,
-        train_dataset=SimpleNamespace(column_names=list(columns)),
         is_fsdp_enabled=fsdp,
         is_deepspeed_enabled=False,
         accelerator=SimpleNamespace(
@@ -82,8 +81,14 @@ def test_parallelism_within_a_rollout(size, name):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"mask_truncated_completions": True}, "mask_truncated_completions=True empties rollouts"),
-        ({"columns": ("prompt", "images")}, r"prompts with images \(images\)"),
+        (
+            {"method_loss": False, "importance_sampling_level": "sequence"},
+            "gives every token of a rollout the rollout's mean credit. Set it to 'token'",
+        ),
+        (
+            {"ledger_every": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+            "an update holds parts of several: steps_per_generation is 2",
+        ),
         (
             {"method": "dapo", "method_axes": {"credit": ["kl_penalty"]}},
             "reads ref_logp_NT.*beta > 0",
@@ -195,3 +200,70 @@ def test_a_plain_config(tmp_path):
             0,
             {},
         )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("trl", "RLOOTrainer"),
+        ("trl", "SFTTrainer"),
+        ("trl.experimental.async_grpo", "AsyncGRPOTrainer"),
+        ("trl.experimental.tpo", "TPOTrainer"),
+        ("trl.experimental.gmpo", "GMPOTrainer"),
+    ],
+)
+def test_the_mixin_before_another_trainer(module, name, tmp_path):
+    """One line that says what works, before TRL makes anything of the arguments."""
+    try:
+        other = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this TRL has no {name}")
+    mine = type("Mine", (CreditMixin, other), {})
+    args = trl_tiny.CreditGRPOConfig(output_dir=str(tmp_path), method="delta", **trl_tiny.SMALL)
+    with pytest.raises(ValueError, match="trl.GRPOTrainer and subclasses of your own") as refusal:
+        mine(trl_tiny.tiny_model(), reward_funcs=trl_tiny.graded, args=args)
+    assert name in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_mixin_before_a_subclass_of_your_own(tmp_path):
+    class Base(trl_tiny.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    mine = type("Mine", (CreditMixin, Base), {})
+    trl_tiny.ours(tmp_path, cls=mine, args={"method": "delta", "max_steps": 1}).train()
+
+
+def test_rewards_alone_keep_the_sequence_level():
+    """Nothing is lost where all tokens of a rollout have one credit."""
+    sequence = {"method_loss": False, "importance_sampling_level": "sequence"}
+    check_trainer(*stand_in("dapo", **sequence))
+    check_trainer(*stand_in("f_grpo", **sequence))
+
+
+class WithImages(trl_tiny.GRPOTrainer):
+    """TRL as it is with a model for images: its output carries them, wherever they came from."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        pixels = torch.zeros(len(output["prompt_ids"]), 3, 2, 2)
+        return {**output, "pixel_values": pixels, "num_images": [1] * len(pixels)}
+
+
+@pytest.mark.parametrize(
+    ("why", "args"),
+    [
+        ("a forward of ours", {"method": "gtpo", "steps_per_generation": 2}),
+        ("plan or ledger", {"method": "dapo", "plan": "query_preserved"}),
+        ("plan or ledger", {"method": "dfpo_min"}),
+        ("plan or ledger", {"method": "dapo", "ledger_every": 1}),
+    ],
+)
+def test_images_in_trls_output(why, args, tmp_path):
+    """Whatever the column is called: an iterable dataset names none."""
+    mine = type("Mine", (CreditMixin, WithImages), {})
+    data = trl_tiny.prompts().to_iterable_dataset()
+    trainer = trl_tiny.ours(tmp_path, cls=mine, args=args, train_dataset=data)
+    with pytest.raises(ValueError, match=rf"images \(pixel_values, num_images in .*: {why}"):
+        trainer.train()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from counterpoise.hosts.trl.live import Live, live_columns, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.scoring import Scores, plain_model, score_again
 from counterpoise.maths.head import Head, head_scores
@@ -29,43 +30,43 @@ NUM_CANDIDATES = 20  # of the topk proxy, unless the rule asks for another numbe
 
 
 def total_reward(trainer: CreditMixin, reward_by_function: Tensor) -> Tensor:
-    """The weighted sum of the reward functions, of all processes' rows; a rollout that none of them
-    graded is an error.
+    """The weighted sum of the reward functions, of this process's rows; NaN for a rollout that none
+    of them graded.
     """
-    ungraded = reward_by_function.isnan().all(1)
-    if ungraded.any():
-        rows = ungraded.nonzero().flatten().tolist()
-        raise ValueError(
-            f"every reward function returned None for rollouts {rows[:8]}: there is no reward to"
-            " make credit of. Return a number (0.0 for a failure), or use method='uniform', where"
-            " TRL gives such rollouts the advantage 0."
-        )
-    return (reward_by_function * trainer.reward_weights.to(reward_by_function.device)).nansum(1)
-
-
-def loss_mask(output: dict[str, Any]) -> Tensor:
-    """True on the tokens that TRL trains on: no padding, no tokens of a tool."""
-    mask_NT = output["completion_mask"]
-    return (mask_NT * output["tool_mask"] if "tool_mask" in output else mask_NT).bool()
+    weight_F = trainer.reward_weights.to(reward_by_function.device)
+    ungraded_C = reward_by_function.isnan().all(1)
+    reward_C = (reward_by_function * weight_F).nansum(1).masked_fill(ungraded_C, torch.nan)
+    accelerator = trainer.accelerator
+    return reward_C.reshape(accelerator.num_processes, -1)[accelerator.process_index].float()
 
 
 def token_batch(
     trainer: CreditMixin,
     setup: Setup,
     output: dict[str, Any],
-    reward_by_function: Tensor,
+    reward_N: Tensor,
     recorded: list[Scores],
+    live: Live,
     more: bool,
-) -> TokenBatch:
+) -> TokenBatch | None:
     """This process's rollouts with the columns that the method needs; ``more`` asks for log-probs
     and entropies even if no rule reads them.
+
+    Where a process has no rollout that counts, every process gets the batch of all: statistics
+    that are pooled over processes would wait for it. None where no process has one.
     """
     needs, mask_NT = setup.method.needs, loss_mask(output)
     scores = _scores(trainer, setup, output, recorded, more)
-    num_rows, rank = len(mask_NT), trainer.accelerator.process_index
-    row_N = torch.arange(rank * num_rows, (rank + 1) * num_rows, device=mask_NT.device)
     logp_NT = _logp(output, scores, mask_NT.shape[1])
-    columns: dict[str, Tensor | None] = {}
+    columns: dict[str, Tensor | None] = {
+        "token_ids_NT": output["completion_ids"],
+        "mask_NT": mask_NT,
+        "group_N": live.group_N,
+        "reward_N": reward_N,
+        "sampler_logp_NT": logp_NT,
+        "cp_row": live.row_N,
+        "trl_advantage": output["advantages"],
+    }
     if scores is not None:
         columns["entropy_NT"] = scores.entropy_NT if more or "entropy_NT" in needs else None
         columns["hidden_NTD"] = scores.hidden_NTD if "hidden_NTD" in needs else None
@@ -73,17 +74,16 @@ def token_batch(
         columns["trainer_logp_NT"] = logp_NT
     if "ref_logp_NT" in needs:
         columns["ref_logp_NT"] = output["ref_per_token_logps"].float()
-    if needs & (TOPK | {"head_VD"}):
-        columns |= head_columns(trainer, setup, output["completion_ids"], mask_NT, scores)
+    if needs & TOPK:
+        columns |= candidates(trainer, setup, output["completion_ids"], mask_NT, scores)
+    if not sum(live.count_W):
+        return None
+    columns = live_columns(columns if all(live.count_W) else gather_columns(trainer, columns))
     return TokenBatch(
-        token_ids_NT=output["completion_ids"],
-        mask_NT=mask_NT,
-        group_N=row_N // trainer.num_generations,
-        reward_N=total_reward(trainer, reward_by_function)[row_N].float(),
-        sampler_logp_NT=logp_NT,
+        **{name: columns.pop(name) for name in list(columns) if "_N" in name},  # pyright: ignore[reportArgumentType]
+        head_VD=head_of(trainer).weight_VD.detach() if needs & (TOPK | {"head_VD"}) else None,
         max_length=trainer.max_completion_length,
-        extra={"cp_row": row_N},
-        **columns,  # pyright: ignore[reportArgumentType]
+        extra=columns,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -91,7 +91,7 @@ def assign(
     trainer: CreditMixin,
     setup: Setup,
     batch: TokenBatch,
-    trl_advantage_N: Tensor,
+    live: Live,
     state: dict[str, Any] | None,
     *,
     batch_number: int,
@@ -101,29 +101,43 @@ def assign(
     """
     method = setup.method
     if not setup.has_own_advantage:
-        fixed = Stage(lambda reward_N, group_N: trl_advantage_N)
+        fixed = Stage(lambda reward_N, group_N: batch.extra["trl_advantage"])
         method = dataclasses.replace(method, advantage=fixed)
-    reduce = over_ranks() if trainer.accelerator.num_processes > 1 else LOCAL
+    is_whole = len(live.count_W) == 1 or not all(live.count_W)
     with torch.no_grad():
         return method.assign(
-            batch, state, reduce=reduce, seed=trainer.args.seed, batch_number=batch_number
+            batch,
+            state,
+            reduce=LOCAL if is_whole else over_ranks(),
+            seed=trainer.args.seed,
+            batch_number=batch_number,
         )
 
 
-def add_columns(output: dict[str, Any], batch: TokenBatch, credit: Credit) -> None:
-    """Our columns, beside TRL's."""
-    output["cp_row"], output["cp_reward"], output["cp_advantage"] = (
-        batch.extra["cp_row"],
-        batch.reward_N,
-        credit.advantage_N,
-    )
-    output["cp_credit"], output["cp_weight"], output["cp_sampler_logp"] = (
-        credit.credit_NT,
-        credit.weight_NT,
-        batch.sampler_logp_NT,
-    )
+def spread_columns(batch: TokenBatch, credit: Credit, live: Live, width: int) -> dict[str, Tensor]:
+    """Our columns for TRL's dict, one row per rollout of this process."""
+    row_R = batch.extra["cp_row"]
+    wide = {
+        "cp_credit": credit.credit_NT,
+        "cp_weight": credit.weight_NT,
+        "cp_sampler_logp": batch.sampler_logp_NT,
+    }
     if batch.entropy_NT is not None:
-        output["cp_entropy"] = batch.entropy_NT
+        wide["cp_entropy"] = batch.entropy_NT
+    return {
+        "cp_row": live.row_N,
+        "cp_group": live.group_N,
+        "cp_reward": live.spread(batch.reward_N, row_R),
+        "cp_advantage": live.spread(credit.advantage_N, row_R),
+        **{name: live.spread(value_NT, row_R, width) for name, value_NT in wide.items()},
+    }
+
+
+def no_columns(live: Live, mask_NT: Tensor) -> dict[str, Tensor]:
+    """The same for a batch in which no rollout counts."""
+    zero_N, zero_NT = torch.zeros_like(live.row_N).float(), torch.zeros_like(mask_NT).float()
+    by_row = {"cp_row": live.row_N, "cp_group": live.group_N}
+    return by_row | {"cp_reward": zero_N, "cp_advantage": zero_N, "cp_credit": zero_NT}
 
 
 def gather_columns(trainer: CreditMixin, output: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +148,8 @@ def gather_columns(trainer: CreditMixin, output: dict[str, Any]) -> dict[str, An
         if not isinstance(value, Tensor) or value.ndim == 0 or accelerator.num_processes == 1:
             out[name] = value
             continue
-        value = value.contiguous()
+        # accelerate gives a padded bool column another type than one that needs no padding
+        value = (value.long() if value.dtype == torch.bool else value).contiguous()
         if value.ndim > 1:
             value = accelerator.pad_across_processes(value, dim=1, pad_first=name in LEFT_PADDED)
         out[name] = accelerator.gather(value)
@@ -146,7 +161,7 @@ def whole_batch(trainer: CreditMixin, columns: dict[str, Any]) -> tuple[TokenBat
     batch = TokenBatch(
         token_ids_NT=columns["completion_ids"],
         mask_NT=loss_mask(columns),
-        group_N=columns["cp_row"] // trainer.num_generations,
+        group_N=columns["cp_group"],
         reward_N=columns["cp_reward"],
         sampler_logp_NT=columns["cp_sampler_logp"],
         entropy_NT=columns.get("cp_entropy"),
@@ -176,26 +191,24 @@ def head_of(trainer: CreditMixin) -> Head:
     return head
 
 
-def head_columns(
+def candidates(
     trainer: CreditMixin, setup: Setup, ids_NT: Tensor, mask_NT: Tensor, scores: Scores | None
 ) -> dict[str, Tensor]:
-    """The LM head's weight, and the K best candidates of each token from the hidden states."""
-    head = head_of(trainer)
-    columns = {"head_VD": head.weight_VD.detach()}
-    if setup.method.needs & TOPK:
-        assert scores is not None
-        assert scores.hidden_NTD is not None
-        asked = [rule.params.get("topk") for rule in setup.method.rules]
-        best = head_scores(
-            scores.hidden_NTD[mask_NT].to(head.weight_VD.dtype),
-            ids_NT[mask_NT],
-            head,
-            temperature=trainer.temperature,
-            topk=max([NUM_CANDIDATES, *(k for k in asked if k)]),
-        )
-        columns["topk_ids_NTK"] = _lay_out(best.topk_ids_MK, mask_NT)
-        columns["topk_logp_NTK"] = _lay_out(best.topk_logp_MK, mask_NT)
-    return columns
+    """The K best candidates of each token, from the hidden states and the LM head."""
+    assert scores is not None
+    assert scores.hidden_NTD is not None
+    head, asked = head_of(trainer), [rule.params.get("topk") for rule in setup.method.rules]
+    best = head_scores(
+        scores.hidden_NTD[mask_NT].to(head.weight_VD.dtype),
+        ids_NT[mask_NT],
+        head,
+        temperature=trainer.temperature,
+        topk=max([NUM_CANDIDATES, *(k for k in asked if k)]),
+    )
+    return {
+        "topk_ids_NTK": _lay_out(best.topk_ids_MK, mask_NT),
+        "topk_logp_NTK": _lay_out(best.topk_logp_MK, mask_NT),
+    }
 
 
 def _lay_out(value_MK: Tensor | None, mask_NT: Tensor) -> Tensor:

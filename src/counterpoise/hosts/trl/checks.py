@@ -6,6 +6,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 import trl
+from transformers import Trainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin
 
 SUPPORTED = ">= 1.9, != 1.15.0"
+HOOKS = ("_generate_and_score_completions", "_prepare_inputs", "_compute_loss")
 
 
 def check_version(version: str) -> None:
@@ -32,6 +35,25 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
+def check_class(cls: type) -> None:
+    """The mixin stands before ``GRPOTrainer`` or a subclass that keeps its hooks."""
+    works = (
+        "CreditMixin works with trl.GRPOTrainer and subclasses of your own. Take CreditGRPOTrainer"
+        " and a method (method='rloo', 'gmpo', 'tpo', ...; `counterpoise methods` lists them)."
+    )
+    others = [base for base in cls.__mro__ if issubclass(base, Trainer) and base is not cls]
+    if not issubclass(cls, GRPOTrainer):
+        raise ValueError(
+            f"{cls.__name__}: {others[0].__name__ if others else 'no'} trainer. {works}"
+        )
+    for base in others:
+        hooks = [name for name in HOOKS if name in vars(base)]
+        if base.__module__.startswith("trl.experimental") and hooks:
+            raise ValueError(
+                f"{cls.__name__}: {base.__name__} has a {hooks[0]} of its own. {works}"
+            )
+
+
 def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
     """Everything that can be known before the first batch."""
     args = trainer.args
@@ -41,6 +63,8 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
         _check_trl_options(trainer, setup)
     if setup.has_own_plan:
         _check_windows(trainer, setup)
+    if args.ledger_every:
+        _check_ledger(trainer)
     if setup.method.needs & (TOPK | {"hidden_NTD"}):
         backbone_of(trainer)
     if setup.method.needs & (TOPK | {"head_VD"}):
@@ -86,21 +110,17 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
             "use_liger_kernel=True computes the loss past the hook (trl < 1.15). Set it to False,"
             " or take a newer trl."
         )
-    if args.mask_truncated_completions:
-        raise ValueError(
-            "mask_truncated_completions=True empties rollouts, and a rollout without a token has no"
-            " credit. Set it to False; give cut completions the reward of a failure instead."
-        )
-    images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if images and (setup.has_own_plan or needs or args.ledger_every):
-        raise ValueError(
-            f"prompts with images ({', '.join(sorted(images))}) work with credit rules on TRL's own"
-            " order and log-probs alone."
-        )
     if "ref_logp_NT" in needs and trainer.beta == 0.0:
         raise ValueError(
             "the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set"
             " beta."
+        )
+    is_lost = args.importance_sampling_level == "sequence" and not setup.has_own_loss
+    if is_lost and not all(rule.has("reads_rewards_only") for rule in setup.method.rules):
+        raise ValueError(
+            "importance_sampling_level='sequence' in TRL's loss gives every token of a rollout the"
+            " rollout's mean credit. Set it to 'token', or leave method_loss on with method_axes"
+            " {'loss': 'sequence_ratio'}, which keeps the credit of each token."
         )
     is_read = not setup.has_own_loss or trainer.beta != 0.0
     if args.loss_type == "luspo" and is_read and _numbers(trl.__version__) < (1, 10):
@@ -117,6 +137,16 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
         raise ValueError(
             f"off_policy_mask_threshold is part of TRL's loss, which method {setup.method.name!r}"
             " replaces. Set it to None."
+        )
+
+
+def _check_ledger(trainer: CreditMixin) -> None:
+    per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+    if per % gas:
+        raise ValueError(
+            f"ledger_every accounts for the updates of one generation, and here an update holds"
+            f" parts of several: steps_per_generation is {per}, gradient_accumulation_steps {gas}."
+            " Make the first a multiple of the second."
         )
 
 

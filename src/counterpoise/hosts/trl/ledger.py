@@ -14,12 +14,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from counterpoise.hosts.trl.batch import loss_mask
 from counterpoise.hosts.trl.folder import create_folder, rollout_batch
+from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
@@ -27,6 +29,7 @@ from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.run import write
+from counterpoise.run.files import Columns
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
@@ -69,6 +72,9 @@ class Ledger(TrainerCallback):
         self.book: Book | None = None
         self._is_open = False
         self._parts: list[dict[str, Tensor]] = []
+        self._tables: list[Columns] = []
+        self._summaries: list[dict[str, float]] = []
+        self._prompt_ids: list[list[int]] = []
         self._watch = contextlib.ExitStack()
         self._norms: list[Any] = []
 
@@ -90,15 +96,23 @@ class Ledger(TrainerCallback):
     ) -> None:
         """Before the first update of a batch, on every process; the main one keeps the book."""
         self._is_open, self._num_updates, self._number = True, 0, batch_number
-        self._batch, self._credit, self._metrics, self._columns = batch, credit, metrics, columns
+        self._batch, self._credit, self._metrics = batch, credit, metrics
+        self._tables, self._summaries = [], []
         if not self.trainer.accelerator.is_main_process:
             return
-        trainer = self.trainer
-        create_folder(self.folder, trainer, self.setup)
-        prompt_ids = [
+        create_folder(self.folder, self.trainer, self.setup)
+        self._prompt_ids = [
             row[keep.bool()].tolist()
             for row, keep in zip(columns["prompt_ids"].cpu(), columns["prompt_mask"].cpu())
         ]
+        self.book = self._new_book()
+        tokenizer = self.trainer.processing_class
+        rollouts = rollout_batch(batch_number, tokenizer, self._prompt_ids, batch)
+        write.write_rollouts(self.folder, batch_number, rollouts, credit)
+
+    def _new_book(self) -> Book:
+        """For one pass over the batch; with ``num_iterations`` there are several."""
+        trainer = self.trainer
         settings = Settings(
             axes=trainer.args.ledger_decompose,
             temperature=trainer.temperature,
@@ -107,9 +121,8 @@ class Ledger(TrainerCallback):
         kind = LossBook if self.is_sharded else Book
         model = trainer.accelerator.unwrap_model(trainer.model)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.book = kind(model, optimizer, batch, prompt_ids, credit, self._texts, settings)
-        rollouts = rollout_batch(batch_number, trainer.processing_class, prompt_ids, batch)
-        write.write_rollouts(self.folder, batch_number, rollouts, credit)
+        columns = (self._batch, self._prompt_ids, self._credit)
+        return kind(model, optimizer, *columns, self._texts, settings)
 
     def write_plan(self, batch_number: int, plan: Plan) -> None:
         if self.trainer.accelerator.is_main_process:
@@ -153,12 +166,34 @@ class Ledger(TrainerCallback):
             return
         row_R, coef_NT, ratio_NT = self._gather()
         with within_memory(self.book, self._give_up):
-            if self.book is not None:
+            if self.book is not None and not len(row_R):
+                self.book.skip()
+            elif self.book is not None:
                 rows = self.setup.method.rows(self._batch, self._credit, row_R)
                 self.book.after(rows, _token_loss(rows, coef_NT, ratio_NT), self._clip_factor())
         self._parts, self._num_updates = [], self._num_updates + 1
-        if self._num_updates == num_updates(self.trainer):
+        if self._num_updates % num_updates(self.trainer) == 0:
+            self._end_pass()
+
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        """A batch whose last updates did not happen is written as far as it came."""
+        if self._is_open and self._num_updates:
+            self._keep_pass()
             self.close()
+
+    def _end_pass(self) -> None:
+        self._keep_pass()
+        if self._num_updates == num_updates(self.trainer) * self.trainer.num_iterations:
+            self.close()
+        elif self.book is not None:
+            self.book = self._new_book()
+
+    def _keep_pass(self) -> None:
+        if self.book is None:
+            return
+        first = len(self._tables) * num_updates(self.trainer)
+        self._tables.append(count_updates_from(first, self.book.table(self._number)))
+        self._summaries.append(self.book.summary())
 
     def close(self) -> None:
         """Write the token table and the numbers."""
@@ -175,8 +210,8 @@ class Ledger(TrainerCallback):
         self.book = None
 
     def _numbers(self, book: Book) -> dict[str, float]:
-        write.write_tokens(self.folder, self._number, book.table(self._number))
-        numbers = {f"ledger/{name}": value for name, value in book.summary().items()}
+        write.write_tokens(self.folder, self._number, join_tables(self._tables))
+        numbers = {f"ledger/{name}": value for name, value in mean_of(self._summaries).items()}
         for name, value in numbers.items():
             self.trainer._metrics["train"][name].append(value)
         for note in book.notes:
@@ -195,8 +230,9 @@ class Ledger(TrainerCallback):
             return
         gather = self.trainer.accelerator.gather
         reward_N, length_N = gather(output["cp_reward"]), gather(loss_mask(output).sum(1))
+        is_live_N = gather(output["cp_row"]) != FILLER
         if self.trainer.accelerator.is_main_process:
-            self._append(batch_number, reward_N, length_N, metrics)
+            self._append(batch_number, reward_N[is_live_N], length_N[is_live_N], metrics)
 
     def _append(
         self, batch_number: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]
@@ -218,7 +254,7 @@ class Ledger(TrainerCallback):
             if value.ndim > 1 and accelerator.num_processes > 1:
                 value = accelerator.pad_across_processes(value, dim=1)
             columns.append(accelerator.gather(value))
-        is_real_R = columns[0] >= 0
+        is_real_R = columns[0] != FILLER
         return columns[0][is_real_R], columns[1][is_real_R], columns[2][is_real_R]
 
     def _clip_factor(self) -> float:
@@ -233,6 +269,19 @@ class Ledger(TrainerCallback):
         return self.trainer.processing_class.batch_decode(
             [[token] for token in ids], skip_special_tokens=False
         )
+
+
+def count_updates_from(first: int, columns: Columns) -> Columns:
+    """A token table whose updates are numbered from ``first``."""
+    return {**columns, "update": pc.add(columns["update"], first)} if first else columns  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def join_tables(tables: list[Columns]) -> Columns:
+    """The tables of several passes below each other: a row per token and update."""
+    if len(tables) == 1:
+        return tables[0]
+    table = pa.concat_tables([pa.table(dict(columns)) for columns in tables]).unify_dictionaries()
+    return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
 def _token_loss(rows: Rows, total_NT: Tensor, ratio_NT: Tensor) -> TokenLoss:

@@ -8,7 +8,8 @@ processes, hence the factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,8 @@ def prepare_update(trainer: CreditMixin, setup: Setup, updates: list[UpdateRows]
         updates[number],
         trainer._step % (args.steps_per_generation * trainer.num_iterations) == 0,
     )
+    if not update.num_rows:
+        return
     logp_CT = accelerator.gather(
         torch.cat([_logp(trainer, micro, is_unchanged) for micro in micros]).contiguous()
     )
@@ -100,9 +103,50 @@ def _logp(trainer: CreditMixin, micro: dict[str, Any], is_unchanged: bool) -> Te
     return score_policy(trainer, micro)[0]
 
 
+@contextmanager
+def off_policy_by_rollout(trainer: CreditMixin, inputs: dict[str, Any]) -> Iterator[None]:
+    """TRL's off-policy mask drops rollouts whose advantage is negative: inside the block it reads
+    the advantage of the rollout, not the credit of each token.
+    """
+    if getattr(trainer, "off_policy_mask_threshold", None) is None:
+        yield
+        return
+
+    def wrap(mask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def by_rollout(advantages: Tensor, **columns: object) -> Tensor:
+            return mask(advantages=inputs["cp_advantage"][:, None], **columns)
+
+        return by_rollout
+
+    with record_calls(trainer, "get_off_policy_mask", wrap):
+        yield
+
+
+def clip_metrics(trainer: CreditMixin, mask_NT: Tensor, loss: TokenLoss) -> dict[str, float]:
+    """TRL's ``clip_ratio/*`` of a loss of ours: tokens that it clipped, by the side of their
+    ratio, over all processes.
+    """
+    low_NT = loss.clipped_NT & (loss.ratio_NT < 1)
+    sides = {"low": low_NT, "high": loss.clipped_NT & ~low_NT, "region": loss.clipped_NT}
+    gather, length_N = trainer.accelerator.gather, mask_NT.sum(1)
+    count_3N = torch.stack([side_NT.sum(1) for side_NT in sides.values()])
+    count_N4 = gather(torch.cat([count_3N, length_N[None]]).T.contiguous()).float()
+    count_N4 = count_N4[count_N4[:, 3] > 0]
+    if not len(count_N4):
+        return {}
+    share_3 = (count_N4.sum(0) / count_N4[:, 3].sum())[:3].tolist()
+    share_N3 = count_N4[:, :3] / count_N4[:, 3:]
+    means = {f"clip_ratio/{side}_mean": share for side, share in zip(sides, share_3)}
+    ends = (float(share_N3[:, 0].min()), float(share_N3[:, 1].max()))
+    return means | {"clip_ratio/low_min": ends[0], "clip_ratio/high_max": ends[1]}
+
+
 def _log(trainer: CreditMixin, rows: Rows, loss: TokenLoss) -> None:
     """Numbers of this process's micro-batch, in TRL's own metrics."""
     metrics = trainer._metrics["train"]
     metrics["credit/clipped_frac"].append(float(masked_mean(loss.clipped_NT.float(), rows.mask_NT)))
     metrics["credit/ratio_mean"].append(float(masked_mean(loss.ratio_NT, rows.mask_NT)))
     metrics["credit/coef_mass"].append(float((loss.coef_NT * rows.scale_NT).abs().sum()))
+    for name, value in clip_metrics(trainer, rows.mask_NT, loss).items():
+        if metrics.get(name):  # TRL's own, of a loss without credit
+            metrics[name][-1] = value

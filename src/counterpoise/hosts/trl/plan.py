@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.hosts.trl.batch import loss_mask
+from counterpoise.hosts.trl.live import FILLER
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.plans import manifest, random_rows
 from counterpoise.types import Credit, Plan, Rows, TokenBatch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # TRL's loss types that give each row of a micro-batch the same weight; the others weigh tokens
 ROW_MEANS = ("grpo", "sapo", "dr_grpo", "luspo")
-FILLER = -1
 
 
 class UpdateRows(NamedTuple):
@@ -40,15 +39,20 @@ class UpdateRows(NamedTuple):
     rows: Rows
     slot_WGB: Tensor
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are trained on."""
+        return int((self.slot_WGB != FILLER).sum())
+
 
 def num_updates(trainer: CreditMixin) -> int:
     """Updates of one batch (of one pass over it)."""
     return max(1, trainer.args.steps_per_generation // trainer.args.gradient_accumulation_steps)
 
 
-def check_room(plan: Plan, batch: TokenBatch) -> None:
+def check_room(trainer: CreditMixin, plan: Plan) -> None:
     """Updates that are far larger than TRL's would be a surprise for the memory."""
-    room = batch.num_rollouts // len(plan)
+    room = trainer.args.generation_batch_size // num_updates(trainer)
     largest = max(len(row_R) for row_R in plan)
     if largest > room:
         warnings.warn(
@@ -58,16 +62,31 @@ def check_room(plan: Plan, batch: TokenBatch) -> None:
         )
 
 
+def live_plan(trainer: CreditMixin, setup: Setup, batch: TokenBatch, batch_number: int) -> Plan:
+    """The method's plan; where fewer prompts (or rollouts) count than there are updates, it has
+    fewer updates.
+    """
+    whole = setup.method.planner.has("keeps_prompts_whole")
+    room = len(batch.group_N.unique()) if whole else batch.num_rollouts
+    return setup.method.plan(
+        batch, min(num_updates(trainer), room), seed=trainer.args.seed, batch_number=batch_number
+    )
+
+
 def deal_updates(
-    setup: Setup, batch: TokenBatch, credit: Credit, plan: Plan, num_processes: int, num_micro: int
+    trainer: CreditMixin, setup: Setup, batch: TokenBatch, credit: Credit, plan: Plan
 ) -> list[UpdateRows]:
-    """Every update of the plan, dealt over processes and micro-batches."""
+    """Every update of a batch, dealt over processes and micro-batches.
+
+    Updates for which the plan has no rows hold a row that only fills up.
+    """
+    shape = (trainer.accelerator.num_processes, trainer.args.gradient_accumulation_steps)
+    row_0 = torch.zeros(1, dtype=torch.long)
+    empty = [UpdateRows(setup.method.rows(batch, credit, row_0), deal(0, *shape))]
     return [
-        UpdateRows(
-            setup.method.rows(batch, credit, row_R), deal(len(row_R), num_processes, num_micro)
-        )
+        UpdateRows(setup.method.rows(batch, credit, row_R), deal(len(row_R), *shape))
         for row_R in plan
-    ]
+    ] + empty * (num_updates(trainer) - len(plan))
 
 
 def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
@@ -83,20 +102,16 @@ def deal(num_rows: int, num_processes: int, num_micro: int) -> Tensor:
     return slot_CB.reshape(num_processes, num_micro, -1)
 
 
-def trl_plan(trainer: CreditMixin, batch: TokenBatch, batch_number: int) -> Plan | None:
-    """What TRL's own shuffle did, as a plan to audit; None where updates and batches do not line
-    up.
-    """
-    per, gas = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
-    if per % gas:
-        return None
+def trl_plan(trainer: CreditMixin, batch: TokenBatch, batch_number: int) -> Plan:
+    """What TRL's own shuffle did, as a plan to audit."""
     row_C = torch.cat([micro["cp_row"] for micro in trainer._buffered_inputs])
     row_WSR = (
         trainer.accelerator.gather(row_C.contiguous())
-        .reshape(trainer.accelerator.num_processes, per // gas, -1)
+        .reshape(trainer.accelerator.num_processes, num_updates(trainer), -1)
         .cpu()
     )
-    updates = [row_WSR[:, update].flatten().sort().values for update in range(per // gas)]
+    every = [row_WSR[:, update].flatten().sort().values for update in range(row_WSR.shape[1])]
+    updates = [row_R[row_R != FILLER] for row_R in every]
     facts = {"plan": {"name": random_rows.name}, "seed": trainer.args.seed, "batch": batch_number}
     return Plan(tuple(updates), manifest(updates, batch.group_N.cpu()) | facts)
 
@@ -105,13 +120,13 @@ def micro_batches(
     trainer: CreditMixin, columns: dict[str, Any], updates: list[UpdateRows]
 ) -> list[dict[str, Any]]:
     """This process's share of the batch, in the form of TRL's buffer."""
-    row_R = torch.cat([update.rows.row_R for update in updates])
-    num_items = loss_mask(columns)[row_R].sum()
+    held = [update.rows.mask_NT.sum() for update in updates if update.num_rows]
+    num_items = torch.stack(held).sum()
     rank, out = trainer.accelerator.process_index, []
     for update in updates:
         factor = (
-            update.slot_WGB.numel() / len(update.rows.row_R)
-            if trainer.loss_type in ROW_MEANS
+            update.slot_WGB.numel() / update.num_rows
+            if trainer.loss_type in ROW_MEANS and update.num_rows
             else 1.0
         )
         for slot_B in update.slot_WGB[rank]:

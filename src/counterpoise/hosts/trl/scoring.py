@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SCORE = "_get_per_token_logps_and_entropies"
 REWARDS = "_calculate_rewards"
+# what names a column of TRL's output that token ids alone do not give
+IMAGES = ("pixel", "image", "video", "audio", "tile", "token_type")
 
 
 class Scores(NamedTuple):
@@ -123,10 +125,23 @@ def backbone_of(trainer: CreditMixin) -> nn.Module:
     return decoder
 
 
+def check_text_only(output: dict[str, Any], why: str) -> None:
+    """What we would do with TRL's output needs no more than its token ids."""
+    keys = [key for key in output if any(word in key for word in IMAGES)]
+    if keys:
+        raise ValueError(
+            f"prompts with images ({', '.join(keys)} in TRL's output): {why} would leave them out."
+            " With images, credit rules work on TRL's own order and log-probs, without plan or"
+            " ledger: take steps_per_generation > gradient_accumulation_steps and a method whose"
+            " loss TRL has."
+        )
+
+
 def score_policy(
     trainer: CreditMixin, rows: dict[str, Any], batch_size: int | None = None
 ) -> tuple[Tensor, ...]:
     """TRL's forward over prompts and completions, without a gradient."""
+    check_text_only(rows, "a forward of ours")
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
     attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
     width = rows["completion_ids"].shape[1]

@@ -28,26 +28,36 @@ except ImportError as error:
     ) from error
 
 from counterpoise.hosts.trl.batch import (
-    add_columns,
     assign,
     columns_to_score,
     gather_columns,
+    no_columns,
+    spread_columns,
     token_batch,
+    total_reward,
     whole_batch,
 )
-from counterpoise.hosts.trl.checks import check_trainer, check_version
+from counterpoise.hosts.trl.checks import check_class, check_trainer, check_version
 from counterpoise.hosts.trl.config import CreditGRPOConfig
 from counterpoise.hosts.trl.ledger import Ledger
-from counterpoise.hosts.trl.loss import own_loss, prepare_update
+from counterpoise.hosts.trl.live import live_columns, live_rows, loss_mask
+from counterpoise.hosts.trl.loss import off_policy_by_rollout, own_loss, prepare_update
 from counterpoise.hosts.trl.plan import (
     UpdateRows,
     check_room,
     deal_updates,
+    live_plan,
     micro_batches,
-    num_updates,
     trl_plan,
 )
-from counterpoise.hosts.trl.scoring import REWARDS, SCORE, record_calls, record_scores
+from counterpoise.hosts.trl.scoring import (
+    REWARDS,
+    SCORE,
+    Scores,
+    check_text_only,
+    record_calls,
+    record_scores,
+)
 from counterpoise.hosts.trl.state import CreditState, credit_state
 from counterpoise.plans.audit import plan_metrics
 from counterpoise.types import Plan
@@ -74,6 +84,7 @@ class CreditMixin(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(trl.__version__)
+        check_class(type(self))
         super().__init__(*args, **kwargs)
         config = self.args
         if not isinstance(config, CreditGRPOConfig):
@@ -105,23 +116,37 @@ class CreditMixin(Host):
             record_scores(self, entropy=entropy, hidden=hidden) as scores,
         ):
             output = super()._generate_and_score_completions(inputs)
-        batch = token_batch(self, setup, output, rewards[-1], scores, more)
-        credit = assign(
-            self,
-            setup,
-            batch,
-            output["advantages"],
-            state.method_state,
-            batch_number=state.num_batches,
-        )
-        state.method_state, state.num_batches = credit.state, state.num_batches + 1
-        if not setup.is_uniform:
-            output["advantages"] = credit.credit_NT if setup.method.rules else credit.advantage_N
-            self._logs["advantages"].extend(self.accelerator.gather(credit.advantage_N).tolist())
-        add_columns(output, batch, credit)
-        _log(self, credit.metrics)
-        self._credit_new, self._credit_metrics = output, credit.metrics
+        if setup.has_own_plan or self.args.ledger_every:
+            check_text_only(output, "plan or ledger")
+        self._credit_metrics = self._give_credit(output, rewards[-1], scores, more)
+        _log(self, self._credit_metrics)
+        self._credit_new = output
         return output
+
+    def _give_credit(
+        self, output: dict[str, Any], reward_by_function: Tensor, scores: list[Scores], more: bool
+    ) -> dict[str, float]:
+        """Our columns into TRL's dict, the credit as its advantages; the metrics."""
+        setup, state, mask_NT = self.credit_setup, credit_state(self), loss_mask(output)
+        reward_N = total_reward(self, reward_by_function)
+        live = live_rows(self, setup, mask_NT, reward_N)
+        batch = token_batch(self, setup, output, reward_N, scores, live, more)
+        metrics = {"credit/left_out_frac": live.left_out_frac}
+        if batch is None:
+            output |= no_columns(live, mask_NT)
+        else:
+            number = state.num_batches
+            credit = assign(self, setup, batch, live, state.method_state, batch_number=number)
+            state.method_state = credit.state
+            output |= spread_columns(batch, credit, live, mask_NT.shape[1])
+            metrics |= credit.metrics
+        state.num_batches += 1
+        if not setup.is_uniform:
+            output["advantages"] = output["cp_credit" if setup.method.rules else "cp_advantage"]
+            self._logs["advantages"].extend(
+                self.accelerator.gather(output["cp_advantage"]).tolist()
+            )
+        return metrics
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         """TRL's micro-batch; in a new batch the plan's micro-batches are put in place of TRL's."""
@@ -133,7 +158,7 @@ class CreditMixin(Host):
             self._credit_new = None
             assert self._buffered_inputs is not None
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if self.credit_setup.has_own_loss:
+        if self._credit_updates and self.credit_setup.has_own_loss:
             prepare_update(self, self.credit_setup, self._credit_updates)
         return inputs
 
@@ -142,10 +167,10 @@ class CreditMixin(Host):
         trl_loss = super()._compute_loss
         if self._credit_is_off or not self.model.training:
             return trl_loss(model, inputs)
-        if self.credit_setup.has_own_loss:
+        if self._credit_updates and self.credit_setup.has_own_loss:
             total, logp_NT, loss = own_loss(self, self.credit_setup, trl_loss, model, inputs)
         else:
-            with record_calls(self, SCORE) as results:
+            with record_calls(self, SCORE) as results, off_policy_by_rollout(self, inputs):
                 total = trl_loss(model, inputs)
             logp_NT, loss = results[-1][0], None
         self.credit_ledger.note(inputs, total, logp_NT, loss)
@@ -157,27 +182,25 @@ class CreditMixin(Host):
         is_due = self.credit_ledger.is_due(number)
         if not setup.has_own_plan and not is_due:
             return self.credit_ledger.skim(number, output, self._credit_metrics)
-        columns = gather_columns(self, output)
+        columns = live_columns(gather_columns(self, output))
+        self._credit_updates = []
+        if not len(columns["cp_row"]):
+            return self.credit_ledger.skim(number, output, self._credit_metrics)
         batch, credit = whole_batch(self, columns)
         if setup.has_own_plan:
-            plan = self.credit_plan = setup.method.plan(
-                batch, num_updates(self), seed=self.args.seed, batch_number=number
-            )
-            check_room(plan, batch)
-            shape = (self.accelerator.num_processes, self.args.gradient_accumulation_steps)
-            self._credit_updates = deal_updates(setup, batch, credit, plan, *shape)
+            plan = self.credit_plan = live_plan(self, setup, batch, number)
+            check_room(self, plan)
+            self._credit_updates = deal_updates(self, setup, batch, credit, plan)
             self._buffered_inputs = micro_batches(self, columns, self._credit_updates)
         else:
             plan = trl_plan(self, batch, number)
-        plan_numbers = plan_metrics(plan, batch) if plan is not None else {}
+        plan_numbers = plan_metrics([row_R for row_R in plan if len(row_R)], batch)
         _log(self, plan_numbers)
         metrics = self._credit_metrics | plan_numbers
         if not is_due:
             return self.credit_ledger.skim(number, output, metrics)
         self.credit_ledger.open(number, batch, credit, columns, metrics)
-        if plan is not None:
-            self.credit_ledger.write_plan(number, plan)
-        return None
+        return self.credit_ledger.write_plan(number, plan)
 
 
 class CreditGRPOTrainer(CreditMixin, GRPOTrainer):
