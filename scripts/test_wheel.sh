@@ -36,20 +36,21 @@ fi
 
 mkdir "$work/elsewhere" && cd "$work/elsewhere"
 counterpoise="$work/fresh/bin/counterpoise"
-recipes=$("$work/fresh/bin/python" -c '
+"$work/fresh/bin/python" -c '
 import sys
 from pathlib import Path
 import counterpoise
 folder = Path(counterpoise.__file__).parent
 assert folder.is_relative_to(sys.prefix), f"counterpoise comes from {folder}, not from the wheel"
 for file in ("py.typed", "recipes/demo.yaml", "sampling/kernels/cpu.c", "policy/bundled/model.safetensors"):
-    assert (folder / file).is_file(), f"the wheel has no {file}"
-print(folder / "recipes")')
+    assert (folder / file).is_file(), f"the wheel has no {file}"'
 
 "$counterpoise" --help >help.txt
 "$counterpoise" methods >methods.txt
 "$work/fresh/bin/python" -m counterpoise methods delta >delta.txt
-"$counterpoise" train "$recipes/demo.yaml" --set run_dir=run --set num_batches=2 \
+"$counterpoise" init mine
+"$counterpoise" train mine/recipe.yaml --set num_batches=1 --set rollouts.prompts=2 --set eval.every=0
+"$counterpoise" train demo --set run_dir=run --set num_batches=2 \
   --set rollouts.prompts=4 --set eval.prompts=4 --set ledger.every=1
 "$counterpoise" report run
 "$counterpoise" view run --export pages

@@ -55,6 +55,12 @@ def test_the_core_answers_without_any_extra(args):
         ("", ["methods", "dapo"], "pip install 'counterpoise[cli]'"),
         ("cli", ["report", "x"], "pip install 'counterpoise[report]'"),
         ("cli", ["train", "x.yaml"], "pip install 'counterpoise[train]'"),
+        ("cli", ["audit", "x"], "pip install 'counterpoise[report]'"),
+        ("cli", ["import", "trl", "x", "--out", "y"], "pip install 'counterpoise[report]'"),
+        ("cli", ["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
+        ("", ["init"], "pip install 'counterpoise[cli]'"),
+        ("trl", ["view", "x"], "pip install 'counterpoise[report]'"),
+        ("trl", ["train", "demo"], "pip install 'counterpoise[train]'"),
         ("report", ["train", ROOT / "recipes" / "demo.yaml"], "pip install 'counterpoise[train]'"),
     ],
 )
@@ -67,6 +73,35 @@ def test_what_is_missing_is_one_line(extra, args, line):
 def test_cli_shows_a_method():
     result = command("cli", "methods", "delta")
     assert result.returncode == 0, result.stderr
+
+
+def test_cli_alone_writes_a_recipe_and_sees_the_doctor(tmp_path):
+    result = command("cli", "init", tmp_path / "mine")
+    assert result.returncode == 0, result.stderr
+    result = command("cli", "doctor")
+    assert result.returncode == 0, result.stderr
+    assert "report, compare, view, audit, import need more packages" in result.stdout
+
+
+def test_report_alone_audits_and_imports(run_dir, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {
+        "step": [4, 4],
+        "prompt": ["a?", "a?"],
+        "completion": ["one two", "one three"],
+        "right": [1.0, 0.0],
+        "advantage": [1.0, -1.0],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "completions_00004.parquet")
+    for args in (
+        ["audit", run_dir],
+        ["import", "trl", tmp_path, "--out", tmp_path / "imported"],
+        ["view", tmp_path / "imported", "--export", tmp_path / "pages"],
+    ):
+        result = command("report", *args)
+        assert result.returncode == 0, result.stderr
 
 
 def test_report_alone_reports_compares_and_views(run_dir, tmp_path):

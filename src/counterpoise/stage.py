@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from counterpoise.errors import nearest
+from counterpoise.errors import import_path, is_import_path, nearest
 
 if TYPE_CHECKING:
     from counterpoise.types import RolloutBatch
@@ -42,6 +42,8 @@ FACTS = {
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
 }
+
+OWN = "your.module:function"  # what a name may be besides those that are known
 
 Function = Callable[..., Any]
 Fact = bool | Callable[..., bool]
@@ -219,18 +221,43 @@ def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
             f"{family}: expected a name, a mapping with 'name', or a function, got {spec!r}."
         )
     name, params = spec["name"], {key: value for key, value in spec.items() if key != "name"}
-    if name not in known:
-        raise ValueError(f"unknown {family} {name!r}. {nearest(name, known)}")
+    stage = named_stage(family, known, name)
     if "rule" in params:
         params["rule"] = build(family, known, params["rule"])
     missing = [
         key
-        for key, default in known[name].parameters.items()
+        for key, default in stage.parameters.items()
         if default is inspect.Parameter.empty and key not in params
     ]
     if missing:
         raise ValueError(f"{family} {name!r} needs the parameter {missing[0]!r}.")
-    return known[name](**params)
+    return stage(**params)
+
+
+def named_stage(family: str, known: Mapping[str, Stage], name: str) -> Stage:
+    """The stage of a name in the table, or of an import path ``your.module:function``."""
+    if name in known:
+        return known[name]
+    if not is_import_path(name):
+        raise ValueError(f"unknown {family} {name!r}. {nearest(name, [*known, OWN])}")
+    return check_stage(family, name, import_path(name, family))
+
+
+def check_stage(family: str, name: str, fn: object) -> Stage:
+    """A function of a user's own as a stage; one that this axis cannot take is an error."""
+    if not callable(fn) or isinstance(fn, type):
+        raise ValueError(f"{family} {name!r} is a {type(fn).__name__}, expected a function.")
+    if family == "loss" and not isinstance(fn, Stage):
+        raise ValueError(
+            f"loss {name!r} is a plain function. Decorate it with @counterpoise.token_loss, which"
+            " derives coef_NT."
+        )
+    if family == "controller" and (not isinstance(fn, Stage) or fn.init is None):
+        raise ValueError(
+            f"controller {name!r} has no init=, the state before the first batch. Decorate it with"
+            " @counterpoise.declare(init=...)."
+        )
+    return as_stage(fn)
 
 
 def describe(known: Mapping[str, Stage], stage: Stage) -> dict[str, Any]:

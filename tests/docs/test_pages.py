@@ -77,7 +77,7 @@ def run_command(line: str, monkeypatch) -> None:
         re.sub(r"^\d+$", "1", w) if before == "--batch" else w
         for before, w in zip(["", *words], words)
     ]
-    if words[1] == "train":
+    if words[1] in ("train", "sweep"):
         words += [word for pair in TINY.split() for word in ("--set", pair)]
     if words[1] == "eval":
         words += ["--prompts", "8"]

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from counterpoise.advantages import ADVANTAGES
 from counterpoise.catalogue.chain import apply_rules, weight
+from counterpoise.catalogue.label import label
+from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
@@ -36,6 +38,7 @@ from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_genera
 from counterpoise.plans import PLANS, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
+from counterpoise.text import shorten
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 # axis -> its stages by name; ``register_*`` adds to them from outside
@@ -62,7 +65,7 @@ AXES = {
 Axis = Spec | Sequence[Spec] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Method:
     """A point on six independent axes; make one with ``counterpoise.method``.
 
@@ -90,6 +93,16 @@ class Method:
 
     def __post_init__(self) -> None:
         check_number("method", or_none=True, success=self.success)
+
+    def __repr__(self) -> str:
+        axes = {axis: getattr(self, field) for axis, field in AXES.items()}
+        lines = (f"  {axis:<10} {_shown(value)}" for axis, value in axes.items() if value)
+        return "\n".join([shorten(f"Method {self.label}", 100), *lines])
+
+    @property
+    def label(self) -> str:
+        """The preset's name and what differs from it: ``grpo, plan query_preserved``."""
+        return label(self.describe()) if self.name in PRESETS else self.name
 
     @property
     def stages(self) -> list[Stage]:
@@ -371,3 +384,9 @@ def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> A
     if axis == "loss" and not specs:
         raise ValueError("method: the loss axis needs at least one term.")
     return tuple(build(family, FAMILIES[axis], one) for one in specs)
+
+
+def _shown(value: Stage | tuple[Stage, ...]) -> str:
+    """The stages of an axis on one line."""
+    stages = value if isinstance(value, tuple) else (value,)
+    return shorten(" + ".join(map(repr, stages)), 86)

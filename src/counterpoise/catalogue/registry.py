@@ -12,7 +12,7 @@ import torch
 from counterpoise.catalogue.method import AXES, FAMILIES, Axis, Method, change_axes
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
 from counterpoise.errors import nearest
-from counterpoise.stage import Function, Stage, as_stage, describe
+from counterpoise.stage import Function, Stage, check_stage, describe
 from counterpoise.types import COLUMNS, TokenBatch
 
 ENTRY_POINTS = "counterpoise.methods"
@@ -28,8 +28,8 @@ def method(name: str, *, success: float | None = None, **axes: Axis) -> Method:
         name: a preset, see ``methods()``.
         success: a reward of at least this much is a success; None leaves it to the batch, which the
             trainer fills from ``task.success``.
-        axes: ``advantage``, ``credit``, ``loss``, ``reduction``, ``plan``, ``controller``: a name,
-            a mapping with ``name`` and parameters, a
+        axes: ``advantage``, ``credit``, ``loss``, ``reduction``, ``plan``, ``controller``: a name
+            or an import path ``your.module:function``, a mapping with ``name`` and parameters, a
             bound stage, for ``credit`` and ``loss`` also a list of them; a mapping without ``name``
             changes parameters of the preset's stage.
 
@@ -163,7 +163,7 @@ def register(axis: str, name: str, fn: Function) -> Stage:
 
     The same function may be registered twice, another one under a taken name may not.
     """
-    stage = as_stage(fn)
+    stage = check_stage(axis, name, fn)
     taken = FAMILIES[axis].setdefault(name, stage)
     if taken.fn is not stage.fn:
         raise ValueError(
@@ -189,11 +189,6 @@ def register_rule(name: str, fn: Function) -> Stage:
 
 def register_loss(name: str, loss: Function) -> Stage:
     """A function decorated with ``counterpoise.token_loss`` becomes ``method(..., loss=name)``."""
-    if not isinstance(loss, Stage):
-        raise ValueError(
-            f"register_loss: {name!r} is a plain function. Decorate it with"
-            " @counterpoise.token_loss, which derives coef_NT."
-        )
     return register("loss", name, loss)
 
 

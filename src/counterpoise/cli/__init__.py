@@ -18,7 +18,9 @@ from counterpoise.errors import nearest
 
 # command -> (what it does, the extra of the package that it needs)
 COMMANDS = {
+    "init": ("Write a commented recipe and a task to change.", "cli"),
     "train": ("Train a model by a recipe.", "train"),
+    "sweep": ("Train several methods over several seeds, then compare them.", "train"),
     "eval": ("Measure held-out accuracy; compare two models on the same prompts.", "train"),
     "methods": ("List the methods, or show one on its six axes.", "cli"),
     "report": ("Write an HTML page about one run or several.", "report"),
@@ -26,8 +28,8 @@ COMMANDS = {
     "view": ("Look at the tokens of a run in a browser.", "report"),
     "probe": ("Run an experiment on a saved batch.", "train"),
     "replay": ("Put one saved batch through several methods.", "train"),
-    "audit": ("Show which rollouts of a prompt share an update, under several plans.", "train"),
-    "import": ("Turn token dumps of other trainers into a run folder.", "train"),
+    "audit": ("Show which rollouts of a prompt share an update, under several plans.", "report"),
+    "import": ("Turn token dumps of other trainers into a run folder.", "report"),
     "doctor": ("Check versions and hosts; say what is broken and the fix.", "cli"),
 }
 
@@ -87,6 +89,8 @@ def run_command(command: str, args: list[str]) -> None:
         )
         module = importlib.import_module(f"counterpoise.cli.{name}")
         app.command(name=command)(interruptible(getattr(module, name)))
+        if hasattr(module, "SPREAD"):
+            args = module.spread(args, module.SPREAD)
         app(args=args, prog_name=f"counterpoise {command}")
     except ModuleNotFoundError as error:
         fail(missing_package(command, error))

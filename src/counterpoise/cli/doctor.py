@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
@@ -28,6 +29,8 @@ PACKAGES = (
     "pyarrow",
 )
 HOSTS = ("trl", "verl")
+# extra -> a few modules that only it brings
+EXTRAS = {"train": ("transformers", "pydantic", "yaml"), "report": ("plotly", "starlette")}
 
 
 def doctor(
@@ -74,6 +77,18 @@ def machine_facts() -> dict[str, Any]:
         "gpus": gpus,
         "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
         "packages": package_versions(PACKAGES),
+        "missing_extras": missing_extras(),
+    }
+
+
+def missing_extras() -> dict[str, list[str]]:
+    """Extras that are not installed, and the commands that wait for them."""
+    from counterpoise.cli import COMMANDS
+
+    return {
+        extra: [name for name, (_, needs) in COMMANDS.items() if needs == extra]
+        for extra, modules in EXTRAS.items()
+        if not all(importlib.util.find_spec(module) for module in modules)
     }
 
 
@@ -93,6 +108,10 @@ def report(machine: dict[str, Any], hosts: dict[str, list[Check] | None]) -> str
     lines += [
         f"  {name:<13} {version or 'not installed'}"
         for name, version in machine["packages"].items()
+    ]
+    lines += [
+        f"{', '.join(commands)} need more packages: pip install 'counterpoise[{extra}]'"
+        for extra, commands in machine["missing_extras"].items()
     ]
     for name, checks in hosts.items():
         lines.append(f"host {name}")

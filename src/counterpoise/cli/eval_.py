@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
 
 if TYPE_CHECKING:
     from counterpoise.trainer.config import Config
@@ -53,6 +53,10 @@ def eval_(
 
     Example: `counterpoise eval runs/demo --against bundled --samples 8`
     """
+    for name in (model, against):
+        _check_place(name or "bundled")
+    if trust:
+        import_from()
     from counterpoise.text import visible
     from counterpoise.trainer.evaluate import difference
 
@@ -80,6 +84,16 @@ def eval_(
             f"difference {model} - {against}: {mean:+.1f} points [{low:+.1f}, {high:+.1f}],"
             f" {verdict} (paired over prompts)"
         )
+
+
+def _check_place(name: str) -> None:
+    """A folder that is not there is said before anything slow; ``a/b`` is a hub id, unless there is
+    a folder ``a`` here.
+    """
+    path = Path(name).expanduser()
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path or ("/" in name and (path.parent.is_dir() or path.parts[0] == "runs")):
+        check_run(path)
 
 
 def _as_json(result: Evaluation) -> dict[str, object]:

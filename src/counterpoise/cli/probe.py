@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
 
 
 def probe(
@@ -44,6 +44,9 @@ def probe(
 
     Example: `counterpoise probe runs/demo --batch 20 --probe counterfactual`
     """
+    check_run(run)
+    if trust:
+        import_from()
     from counterpoise import probes
 
     with waiting(f"probing: {name}"):

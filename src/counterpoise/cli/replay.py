@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
 
 
 def replay(
@@ -29,6 +29,9 @@ def replay(
 
     Example: `counterpoise replay runs/demo --batch 20 --method dapo --method delta --apply`
     """
+    check_run(run)
+    if trust:
+        import_from()
     from counterpoise.cli.probe import lines_of
     from counterpoise.probes import replay as probe
 

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from counterpoise.errors import nearest
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Trust = Annotated[
     bool,
@@ -45,6 +47,25 @@ def _callable(file: Path, name: str | None = None) -> str:
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
+def import_from(*folders: Path) -> None:
+    """Modules that lie in these folders or here can be named in a recipe; installed ones come
+    first. For recipes that the user has chosen to run.
+    """
+    for folder in (*folders, Path.cwd()):
+        if str(folder.resolve()) not in sys.path:
+            sys.path.append(str(folder.resolve()))
+
+
+def check_run(path: str | Path) -> None:
+    """A run folder that is not there is said at once, with the nearest name beside it."""
+    if not Path(path).exists():
+        beside = Path(path).parent
+        names = [file.name for file in beside.iterdir()] if beside.is_dir() else []
+        known = [name for name in names if (beside / name / "manifest.json").is_file()]
+        hint = f" {nearest(Path(path).name, known)}" if known else ""
+        raise ValueError(f"no such run: {path}.{hint}")
+
+
 def print_json(value: object) -> None:
     """One JSON object on stdout."""
     print(json.dumps(value, indent=1, default=str))
@@ -66,7 +87,9 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
     for row in rows:
         # Text, not str: a label is somebody's config and may hold markup or escapes
         table.add_row(*(Text(visible(cell)) for cell in row))
-    Console().print(table)
+    console = Console()
+    # a file or a pipe has no width: a wrapped line could not be read by a program
+    console.print(table, width=None if console.is_terminal else 10_000, soft_wrap=True)
 
 
 def waiting(text: str) -> AbstractContextManager[object]:

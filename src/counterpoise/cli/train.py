@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, command_line, print_json
+from counterpoise.cli.show import Json, command_line, import_from, print_json
 from counterpoise.text import visible
 
 if TYPE_CHECKING:
+    from counterpoise.trainer.config import Config
     from counterpoise.trainer.loop import Result
 
 
@@ -40,22 +41,36 @@ def train(
 
     Example: `counterpoise train recipes/demo.yaml --set method.name=dapo --set run_dir=runs/dapo`
     """
-    from counterpoise.trainer.config import load_config
+    from counterpoise.trainer.config import load_config, recipe_file
 
     if resume and fresh:
         raise ValueError("--resume continues a run and --fresh replaces it: choose one.")
+    import_from(recipe_file(config).parent)
     recipe = load_config(config, set_)  # before the slow imports: a wrong recipe is said at once
     from counterpoise.trainer import loop
     from counterpoise.trainer.interrupt import INTERRUPTED
     from counterpoise.trainer.progress import Progress
 
-    result = loop.train(recipe, resume=resume, fresh=fresh, progress=Progress(quiet=json_))
+    progress = Progress(quiet=json_)
+    if not json_:
+        progress.note(headline(recipe))
+    result = loop.train(recipe, resume=resume, fresh=fresh, progress=progress)
     if json_:
         print_json(result._asdict())
     else:
         print(visible(summary(result, ["train", config, *_repeated(set_)]), keep="\n"))
     if not result.is_finished:
         sys.exit(INTERRUPTED)
+
+
+def headline(recipe: Config) -> str:
+    """What is about to be trained."""
+    from counterpoise.catalogue.label import label
+
+    return (
+        f"{label(recipe.method)} on {recipe.task['name']}, model {recipe.model},"
+        f" {recipe.num_batches} batches, into {recipe.run_dir}"
+    )
 
 
 def summary(result: Result, command: list[str]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from counterpoise.ledger.calculus.decompose import REST, decompose
+from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.head_change import (
     HeadChange,
     HeadResponse,
@@ -29,7 +29,7 @@ from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone
-from counterpoise.run.schema import PART_PREFIX
+from counterpoise.run.schema import PART_PREFIX, REST
 from counterpoise.types import Rows, TokenLoss
 
 NOISE_STRIDE = 4  # every fourth row is scored twice

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from counterpoise.ledger.calculus.decompose import REST
 from counterpoise.ledger.calculus.head_kernel import CONFIDENT
 from counterpoise.ledger.measures.changes import correlation
 from counterpoise.ledger.measures.classes import Facts
 from counterpoise.maths.columns import by_context, by_sign
-from counterpoise.run.schema import PART_PREFIX
+from counterpoise.run.schema import PART_PREFIX, REST
 
 
 def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:

@@ -240,6 +240,9 @@ def _baseline(groups: Sequence[Group], label: str | None) -> Group:
     for group in groups:
         if group.label == label:
             return group
+    presets = [group for group in groups if group.label.partition(",")[0] == label]
+    if len(presets) == 1:
+        return presets[0]
     known = [visible(group.label) for group in groups]
     raise ValueError(f"compare: no group {label!r}. {nearest(label, known)}")
 

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from counterpoise.catalogue.label import label
 from counterpoise.maths.intervals import NONE, Interval, over_seeds
 from counterpoise.run.read import RunFolder
+from counterpoise.text import shorten
 
 # settings that cannot change what is learnt: what is written, and how a batch is cut to fit the
 # memory
@@ -30,6 +32,7 @@ OBSERVERS = (
 )
 MAX_SETTINGS = 2000
 LAST = 10  # a training metric's final value is the mean of so many last batches
+MAX_LABEL = 200
 
 
 class Group(NamedTuple):
@@ -70,12 +73,12 @@ def group_runs(runs: list[RunFolder]) -> list[Group]:
 
 
 def method_name(run: RunFolder) -> str:
-    """The method's name from the config, the manifest, or the run's own name."""
+    """The method's label from the config or the manifest, or the run's own name."""
     for source in (run.config, run.manifest):
         method = source.get("method")
         name = method.get("name") if isinstance(method, dict) else method
         if isinstance(name, str) and name:
-            return name
+            return shorten(label(method or name), MAX_LABEL)
     return run.name
 
 

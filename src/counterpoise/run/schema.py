@@ -124,3 +124,4 @@ TOKEN_COLUMNS = {
 # change; part_<axis>_rest: what the optimizer's memory (momentum, weight decay) brought. The parts
 # of an axis add up to predicted.
 PART_PREFIX = "part_"
+REST = "rest"

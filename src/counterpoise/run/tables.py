@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from counterpoise.run.read import RunFolder, open_run
+from counterpoise.catalogue.label import label
+from counterpoise.run.read import TABLES, RunFolder, open_run
+from counterpoise.text import shorten, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 Engine = Literal["pandas", "polars"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Run:
     """A run's tables; make one with ``load_run``.
 
@@ -29,6 +31,18 @@ class Run:
 
     folder: RunFolder
     engine: Engine
+
+    def __repr__(self) -> str:
+        folder = self.folder
+        tables = ", ".join(f"{table} of {len(self.batches(table))}" for table in TABLES)
+        lines = [
+            f"Run {str(folder.path)!r}: {len(folder.metric_rows)} batches ({tables}),"
+            f" {len(folder.evals)} evaluations",
+            f"  method {_method(folder)}, model {self.config.get('model', 'unknown')}",
+            "  .metrics .evals .rollouts(batch) .tokens(batch) .config .manifest",
+            *(f"  {problem}" for problem in self.problems[:2]),
+        ]
+        return "\n".join(shorten(visible(line), 100) for line in lines)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -99,6 +113,11 @@ class Run:
 
     def _from_arrow(self, table: pa.Table) -> Any:
         return table.to_pandas() if self.engine == "pandas" else _polars().from_arrow(table)
+
+
+def _method(folder: RunFolder) -> str:
+    method = folder.config.get("method", folder.manifest.get("method"))
+    return label(method) if isinstance(method, (dict, str)) else "unknown"
 
 
 def load_run(path: str | Path, engine: Engine = "pandas") -> Run:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params
 from counterpoise.ledger.calculus.optimizers import Response
-
-REST = "rest"
+from counterpoise.run.schema import REST
 
 
 class Decomposition(NamedTuple):

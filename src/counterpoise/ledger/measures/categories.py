@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from counterpoise.errors import import_path
-from counterpoise.ledger.calculus.decompose import REST
+from counterpoise.run.schema import REST
 
 CATEGORIES = ("template", "connective", "number", "operator", "reasoning", "other")
 

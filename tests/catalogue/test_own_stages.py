@@ -1,0 +1,120 @@
+"""Stages of one's own by ``module:function``, on every axis, from Python and from a recipe."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+import yaml
+
+import counterpoise as cp
+from counterpoise.cli import dispatch
+from counterpoise.run.read import open_run, read_jsonl
+
+MODULE = """
+import torch
+import counterpoise as cp
+
+def half(reward_N, group_N):
+    return reward_N - 0.5
+
+def last(credit_NT, batch, *, count=1):
+    late_NT = batch.mask_NT.cumsum(1) > batch.length_N[:, None] - count
+    return torch.where(late_NT & batch.mask_NT, credit_NT, 0.0)
+
+@cp.token_loss
+def plain(trainer_logp_NT, rows):
+    ratio_NT = torch.exp(trainer_logp_NT - rows.sampler_logp_NT)
+    return -rows.credit_NT * trainer_logp_NT, ratio_NT, torch.zeros_like(rows.mask_NT)
+
+def ones(mask_NT, credit_NT, advantage_N):
+    return mask_NT.float()
+
+def one_by_one(group_N, reward_N, length_N, *, num_updates):
+    return list(torch.arange(len(group_N)).chunk(num_updates))
+
+@cp.declare(init=lambda: {"num": 0})
+def count(state, batch):
+    return cp.Control({}, {"num": state["num"] + 1}, {"num": state["num"]})
+
+number = 3
+"""
+PATHS = {
+    "advantage": "own_stages:half",
+    "credit": [{"name": "own_stages:last", "count": 2}],
+    "loss": "own_stages:plain",
+    "reduction": "own_stages:ones",
+    "plan": "own_stages:one_by_one",
+    "controller": "own_stages:count",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_stages(tmp_path, monkeypatch):
+    (tmp_path / "own_stages.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_every_axis_takes_an_import_path():
+    method = cp.method("grpo", **PATHS)
+    assert cp.method(**method.describe()).describe() == method.describe()
+    assert {axis: method.describe()[axis] for axis in PATHS} == {
+        "advantage": {"name": "own_stages:half"},
+        "credit": [{"name": "own_stages:last", "count": 2}],
+        "loss": [{"name": "own_stages:plain"}],
+        "reduction": {"name": "own_stages:ones"},
+        "plan": {"name": "own_stages:one_by_one"},
+        "controller": {"name": "own_stages:count"},
+    }
+    batch = cp.TokenBatch.from_lists(
+        [[5, 6, 7], [5, 8, 9]],
+        group=[0, 0],
+        reward=[1.0, 0.0],
+        sampler_logp=[[-0.1] * 3, [-0.2] * 3],
+    )
+    expected = torch.tensor([[0.0, 0.5, 0.5], [0.0, -0.5, -0.5]])
+    assert torch.equal(method.assign(batch).credit_NT, expected)
+
+
+def test_a_nested_rule_takes_an_import_path():
+    described = cp.method("dapo", credit={"name": "only_negative", "rule": "own_stages:last"})
+    assert described.describe()["credit"][0]["rule"] == {"name": "own_stages:last"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"credit": "own_stages:lst"}, "module 'own_stages' has no 'lst'. Did you mean 'last'"),
+        ({"credit": "no_such_module:rule"}, "credit rule 'no_such_module:rule': cannot import"),
+        ({"plan": "own_stages:number"}, "plan 'own_stages:number' is a int, expected a function"),
+        ({"loss": "own_stages:half"}, "loss 'own_stages:half' is a plain function. Decorate it"),
+        ({"controller": "own_stages:half"}, "controller 'own_stages:half' has no init="),
+        ({"credit": {"name": "own_stages:last", "cuont": 2}}, "last has no parameter 'cuont'"),
+        ({"advantage": "own_stages:last"}, "does not run on a 2 x 3 example"),
+    ],
+)
+def test_what_cannot_be_a_stage_is_one_line(axes, message):
+    with pytest.raises(ValueError) as error:
+        cp.method("grpo", **axes)
+    assert message in str(error.value)
+
+
+def test_a_recipe_names_them_and_trains(tmp_path):
+    recipe = {
+        "run_dir": str(tmp_path / "run"),
+        "method": {"name": "grpo", **PATHS},
+        "num_batches": 2,
+        "rollouts": {"prompts": 2, "group_size": 4, "max_new_tokens": 16},
+        "optimizer": {"updates_per_batch": 2},
+        "eval": {"every": 0},
+        "ledger": {"every": 0},
+        "trackers": [],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", str(tmp_path / "recipe.yaml")])
+    assert end.value.code == 0
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["controller/count/num"] for row in rows] == [0, 1]
+    assert open_run(tmp_path / "run").manifest["method"]["plan"] == {"name": PATHS["plan"]}

@@ -1,0 +1,94 @@
+"""What a newcomer does first: init, train by name, wrong paths, piped output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoise.cli import dispatch
+from helpers.make_run import make_run
+
+TINY = {
+    "num_batches": 3,
+    "rollouts.prompts": 2,
+    "rollouts.group_size": 2,
+    "rollouts.max_new_tokens": 48,
+    "optimizer.updates_per_batch": 1,
+    "eval.prompts": 4,
+    "eval.every": 2,
+    "ledger.every": 0,
+}
+
+
+def counterpoise(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    """The console script: unlike ``python -m``, it does not import from the current folder."""
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+    code = "import sys; sys.path.remove(''); from counterpoise.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def settings() -> list[str]:
+    return [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
+
+
+def test_init_writes_a_recipe_and_a_task_that_train_from_any_folder(tmp_path):
+    result = counterpoise(tmp_path, "init", "mine")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].endswith(" train mine/recipe.yaml")
+    result = counterpoise(tmp_path, "train", "mine/recipe.yaml", *settings())
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file()
+    result = counterpoise(tmp_path / "mine", "eval", "../runs/mine", "--trust", "--prompts", 2)
+    assert result.returncode == 0, result.stderr
+    result = counterpoise(tmp_path, "init", "mine")
+    assert result.returncode == 2 and "mine/recipe.yaml exists" in result.stderr
+
+
+def test_a_recipe_of_the_package_by_name_and_lines_that_do_not_wrap_or_repeat(tmp_path):
+    result = counterpoise(tmp_path, "train", "demo", *settings())
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("dapo, plan query_preserved on arithmetic")
+    batches = [line for line in lines if line.startswith("batch ")]
+    assert len(batches) == 3 and all(line.endswith(" s per batch") for line in batches)
+    assert ["held-out" in line for line in batches] == [False, True, True]
+
+
+def test_a_wrong_recipe_names_the_nearest(tmp_path):
+    result = counterpoise(tmp_path, "train", "dmeo")
+    assert result.returncode == 2
+    assert "no file 'dmeo', and no such recipe. Did you mean 'demo'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["eval", "runs/dmeo"], ["eval", "/no/where"], ["probe", "runs/dmeo", "--probe", "tax"]]
+)
+def test_a_run_that_is_not_there_is_said_at_once(tmp_path, monkeypatch, capsys, args):
+    make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
+    monkeypatch.chdir(tmp_path)
+    heavy = {"transformers", "counterpoise.trainer.config", "counterpoise.probes.runner"}
+    for name in heavy:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it would be an error
+    with pytest.raises(SystemExit) as end:
+        dispatch(args)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"no such run: {args[1]}." in said
+    assert ("Did you mean 'demo'?" in said) == args[1].startswith("runs")
+
+
+def test_a_piped_table_does_not_wrap(tmp_path):
+    runs = [make_run(tmp_path / f"{'long' * 12}{k}", num_batches=2, seed=k) for k in (0, 1)]
+    result = counterpoise(tmp_path, "compare", *runs, "--no-page")
+    assert result.returncode == 0, result.stderr
+    assert all(len(line.split()) > 1 for line in result.stdout.splitlines()[:3] if line)
