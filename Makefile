@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-browser test-hosts test-verl test-wheel check docs bench clean
+.PHONY: setup demo test test-browser test-hosts test-verl test-wheel fuzz check docs bench clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -38,6 +38,10 @@ test-hosts: setup
 test-verl: setup
 	bash scripts/make_verl_env.sh $(PY) .venv-verl
 	PYTHONPATH= .venv-verl/bin/python -m pytest tests/catalogue/test_parity_verl.py tests/hosts/verl -p no:cacheprovider
+
+# damaged input at random, a long run: make fuzz N=6000 SEED=1
+fuzz: setup
+	PYTHONPATH=tests $(PY) -m fuzz $(or $(N),600) $(or $(SEED),0)
 
 # the package as a user gets it: built, installed elsewhere, run outside the repository
 test-wheel: setup

@@ -230,6 +230,62 @@ def test_trl_with_a_tokenizer_messages_and_a_chosen_reward(tmp_path, tokenizer):
     assert tokens["group"].nunique() == 1
 
 
+def verl_row(output, score, session, **more):
+    row = {"input": "what is", "output": output, "gts": "six", "score": score, "step": 7}
+    return row | {"uid": f"3f0a_{session}_0"} | more
+
+
+def write_verl(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_verl(tmp_path):
+    filler = verl_row("x", 0.0, 0) | {"uid": f"pad{'0f' * 16}_0_0"}
+    rows = [verl_row("five plus one", 1.0, 0), verl_row("six", 0.0, 1, uid="77_0_0"), filler]
+    out = tmp_path / "run"
+    assert import_run("verl", write_verl(tmp_path / "dump", rows), out) == {7: 2}
+    rollouts = pd.read_parquet(out / "rollouts" / "batch_000007.parquet")
+    assert rollouts["reward"].tolist() == [1.0, 0.0]
+    assert rollouts["answer"].tolist() == ["six", "six"]
+    # two prompts with the same text are two groups: verl's uid tells them apart
+    assert rollouts["group"].tolist() == [0, 1]
+    tokens = pd.read_parquet(out / "tokens" / "batch_000007.parquet")
+    assert tokens["text"].tolist() == ["five", " plus", " one", "six"]
+
+
+def test_verl_with_a_chosen_reward_and_without_uids(tmp_path):
+    rows = [verl_row("five", 0.1, 0, acc=True), verl_row("six", 0.1, 1, acc=False)]
+    for row in rows:
+        del row["uid"]
+    import_run("verl", write_verl(tmp_path / "dump", rows), tmp_path / "run", rewards=["acc"])
+    rollouts = pd.read_parquet(tmp_path / "run" / "rollouts" / "batch_000007.parquet")
+    assert rollouts["reward"].tolist() == [1.0, 0.0]
+    assert rollouts["group"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["trl", "verl"])
+def test_credit_that_is_not_in_a_dump_is_absent_and_not_uniform(tmp_path, kind):
+    if kind == "trl":
+        columns = {"step": [4], "prompt": ["what is"], "completion": ["five"], "acc": [1.0]}
+        (tmp_path / "dump").mkdir()
+        pq.write_table(pa.table(columns), tmp_path / "dump" / "completions_00004.parquet")
+    else:
+        write_verl(tmp_path / "dump", [verl_row("five", 1.0, 0)])
+    out = tmp_path / "run"
+    import_run(kind, tmp_path / "dump", out)
+    (file,) = (out / "tokens").iterdir()
+    assert not {"credit", "weight", "advantage", "sign"} & set(pd.read_parquet(file).columns)
+    page = content([open_run(out)])
+    assert page.problems == [] and "credit" not in [c.chart.name for c in page.cards["credit"]]
+    assert "uniform credit" not in render(page)
+    assert "advantage, sampler_logp, trainer_logp, entropy, ratio, credit" in render(page)
+    info = batch_info(open_batch(open_run(out), 4 if kind == "trl" else 7))
+    shown = {c["name"] for c in info["columns"] if c["kind"] != "none"}
+    assert not {"credit", "weight"} & shown
+
+
 def test_an_import_opens_in_the_report_and_the_viewer(prime_rl_dump, tokenizer, tmp_path):
     from counterpoise.ledger.measures.categories import categories
 

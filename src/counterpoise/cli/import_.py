@@ -11,7 +11,9 @@ from counterpoise.cli.show import Json, command_line, print_json, waiting
 
 
 def import_(
-    kind: Annotated[str, typer.Argument(metavar="FORMAT", help="prime-rl, nemo-rl, slime or trl.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="FORMAT", help="prime-rl, nemo-rl, slime, trl or verl.")
+    ],
     source: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file of the dump, or a folder of them.")
     ],
@@ -19,12 +21,14 @@ def import_(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="tokenizer.json or a folder with one; without it ids (TRL: words) are shown."
+            help="tokenizer.json or a folder with one; without it ids (TRL, verl: words) are shown."
         ),
     ] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="TRL: columns whose sum is the reward; all numeric ones by default."),
+        typer.Option(
+            help="TRL, verl: columns whose sum is the reward; all numeric ones, or verl's score."
+        ),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -34,6 +38,7 @@ def import_(
     """
     from counterpoise.ledger.measures.categories import categories
     from counterpoise.run.importers.convert import import_run
+    from counterpoise.run.read import open_run
     from counterpoise.text import visible
 
     with waiting(f"importing {source}"):
@@ -44,4 +49,7 @@ def import_(
         print_json({"run_dir": str(out), "rollouts": batches})
         return
     print(f"{sum(batches.values())} rollouts of {len(batches)} batch(es) in {visible(out)}")
+    absent = open_run(out).manifest["not_in_dump"]
+    if absent:
+        print(f"Not in the dump, so absent on every page: {', '.join(absent)}")
     print(visible(f"See them: {command_line('view', out)}"))

@@ -111,11 +111,12 @@ def origin(run: RunFolder) -> list[tuple[str, str]]:
         if command
         else []
     )
-    versions = manifest.get("versions")
+    versions, absent = manifest.get("versions"), manifest.get("not_in_dump")
     lines = [
         ("folder", str(run.path)),
         ("command", shlex.join(words) if words else ""),
         ("imported from", _setting(manifest.get("imported_from"))),
+        ("not in the dump", ", ".join(map(str, absent)) if isinstance(absent, list) else ""),
         ("commit", _setting(manifest.get("commit"))),
         (
             "device",

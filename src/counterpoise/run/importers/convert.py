@@ -8,22 +8,27 @@ import importlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from counterpoise.errors import nearest
 from counterpoise.run import write
-from counterpoise.run.files import write_folder
+from counterpoise.run.files import Columns, write_folder
 from counterpoise.run.importers.dump import Encode, Imported, Reader
+from counterpoise.text import visible
 
 FORMATS = {  # name -> module with ``read``, files in a folder
     "prime-rl": ("prime_rl", "rank_*.jsonl"),
     "nemo-rl": ("nemo_rl", "train_data_step*.jsonl"),
     "slime": ("slime", "*.pt"),
     "trl": ("trl", "*.parquet"),
+    "verl": ("verl", "*.jsonl"),
 }
 TOKEN_LISTS = ("sampler_logp", "trainer_logp", "entropy", "ratio", "credit", "is_clipped")
+ROLLOUT_VALUES = ("reward", "advantage")
 Decode = Callable[[list[int]], str]
 Categories = Callable[[Sequence[str]], list[str]]
 
@@ -41,16 +46,17 @@ def import_run(
     has.
 
     Args:
-        kind: ``prime-rl``, ``nemo-rl``, ``slime`` or ``trl``.
+        kind: ``prime-rl``, ``nemo-rl``, ``slime``, ``trl`` or ``verl``.
         source: a file of the dump, or a folder that holds some.
         out: the run folder to make; must not hold anything yet.
         tokenizer: a ``tokenizer.json``, or a folder with one, for the texts of token ids.
-        rewards: for ``trl``, columns whose sum is the reward; all numeric ones by default.
+        rewards: for ``trl`` and ``verl``, columns whose sum is the reward; by default all numeric
+            ones, or verl's ``score``.
         categories: token texts -> category names.
     """
     if kind not in FORMATS:
         raise ValueError(f"import: unknown format {kind!r}. {nearest(kind, FORMATS)}")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"import: {str(out)!r} is not empty. Choose another folder with --out.")
     module, pattern = FORMATS[kind]
     read: Reader = importlib.import_module(f"counterpoise.run.importers.{module}").read
@@ -62,13 +68,22 @@ def import_run(
     if not by_batch:
         raise ValueError(f"import: no rollouts with tokens in {str(source)!r}.")
 
+    facts = {"imported_from": kind, "method": {"name": kind}, "not_in_dump": _absent(by_batch)}
+
     def fill(folder: Path) -> None:
         for batch in sorted(by_batch):
             _write_batch(folder, batch, by_batch[batch], decode, categories)
-        write.create_run(folder, None, {"imported_from": kind, "method": {"name": kind}})
+        write.create_run(folder, None, facts)
 
     write_folder(out, fill)
     return {batch: len(rows) for batch, rows in sorted(by_batch.items())}
+
+
+def _absent(by_batch: Mapping[int, list[Imported]]) -> list[str]:
+    """What no rollout of the dump has, of what pages show."""
+    rows = [row for rows in by_batch.values() for row in rows]
+    lacks = [name for name in ROLLOUT_VALUES if all(getattr(row, name) is None for row in rows)]
+    return lacks + [name for name in TOKEN_LISTS[:-1] if not any(name in r.columns for r in rows)]
 
 
 def _write_batch(
@@ -79,7 +94,7 @@ def _write_batch(
     categories: Categories | None,
 ) -> None:
     groups: dict[Hashable, int] = {}
-    keys = [row.prompt if row.prompt is not None else tuple(row.prompt_ids) for row in rows]
+    keys = [_group(row) for row in rows]
     group_N = [groups.setdefault(key, len(groups)) for key in keys]
     texts = _texts(rows, decode)
     prompts = [
@@ -92,20 +107,26 @@ def _write_batch(
     write.append_row(out, "metrics", batch, _metrics(rows))
 
 
+def _group(row: Imported) -> Hashable:
+    if row.group is not None:
+        return row.group
+    return row.prompt if row.prompt is not None else tuple(row.prompt_ids)
+
+
 def _rollout_columns(
     batch: int,
     rows: list[Imported],
     group_N: list[int],
     prompts: list[str | None],
     texts: list[list[str]] | None,
-) -> dict[str, list[Any]]:
+) -> Columns:
     return {
         "batch": [batch] * len(rows),
         "rollout": list(range(len(rows))),
         "group": group_N,
         "prompt_id": [f"prompt-{group}" for group in group_N],
         "prompt": prompts,
-        "answer": [None] * len(rows),
+        "answer": [row.answer for row in rows],
         "text": [
             row.text if row.text is not None else "".join(texts[k]) if texts else None
             for k, row in enumerate(rows)
@@ -154,8 +175,12 @@ def _token_columns(
         "sign": spread(
             [0 if a is None or math.isnan(a) else (a > 0) - (a < 0) for a in advantage_N]
         ),
-        "weight": _floats(w for row in rows for w in _weights(row)),
+        "weight": [w for row, n in zip(rows, length_N) for w in _weights(row) or [None] * n],
     }
+    lacking = {"advantage": ("advantage", "sign", "weight"), "reward": ("reward",)}
+    for name, columns in lacking.items():
+        if all(getattr(row, name) is None for row in rows):
+            out = {key: value for key, value in out.items() if key not in columns}
     out |= {name: flat(name) for name in TOKEN_LISTS if any(name in row.columns for row in rows)}
     if texts:
         out["text"] = [text for row in texts for text in row]
@@ -190,11 +215,13 @@ def _texts(rows: list[Imported], decode: Decode | None) -> list[list[str]] | Non
     return [[known[i] for i in row.columns["token_ids"]] for row in rows]
 
 
-def _weights(row: Imported) -> list[float | None]:
+def _weights(row: Imported) -> Sequence[float | None] | None:
     """credit / advantage; 1 where the dump has one advantage per rollout, missing where that is
-    0.
+    0; None where it has none.
     """
     credit = row.columns.get("credit")
+    if row.advantage is None:
+        return None
     if credit is None:
         return [1.0] * len(row.columns["token_ids"])
     return [None if v is None or not row.advantage else v / row.advantage for v in credit]
@@ -239,7 +266,12 @@ def _tokenizer(path: Path) -> tuple[Decode, Encode]:
             f"import: no tokenizer at {str(file)!r}. Give a tokenizer.json or a folder that holds"
             " one."
         )
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"import: {str(file)!r} is not a tokenizer.json ({visible(error)})."
+        ) from None
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
@@ -252,5 +284,6 @@ def _tokenizer(path: Path) -> tuple[Decode, Encode]:
     return decode, encode
 
 
-def _floats(values: Iterable[float | None]) -> list[float | None]:
-    return [None if value is None else float(value) for value in values]
+def _floats(values: Iterable[float | None]) -> pa.Array:
+    """A column of numbers, also where none is known."""
+    return pa.array(list(values), pa.float64())

@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from counterpoise.run.importers.dump import (
+    NUM_BATCHES,
     Encode,
     Imported,
     first_true,
+    flags,
     number,
+    numbers,
     objects,
+    part,
     require,
     rollout_advantage,
-    token_part,
+    token_ids,
     unwrap,
+    whole,
 )
 
 NAMES = {  # NeMo-RL's name -> ours
@@ -32,25 +38,42 @@ def read(
     for where, wrapped in objects(files):
         row = {key: unwrap(value) for key, value in wrapped.items()}
         require(where, row, ("token_ids", "token_loss_mask"))
-        size = int(row.get("input_lengths") or len(row["token_ids"]))
-        mask = [bool(x) for x in row["token_loss_mask"]]
+        ids = token_ids(where, "token_ids", _listed(row["token_ids"]))
+        mask = flags(where, "token_loss_mask", _listed(row["token_loss_mask"]))
+        size = whole(where, "input_lengths", row.get("input_lengths") or len(ids), len(ids) + 1)
         start = first_true(where, mask)
-        is_left_out = row.get("sample_loss_mask") in (0, 0.0)
+        is_left_out = number(where, "sample_loss_mask", row.get("sample_loss_mask")) == 0
+        kept = part(where, "token_loss_mask", mask, start, size)
         columns = {
-            "token_ids": token_part(where, row, "token_ids", start, size),
-            "loss_mask": [False] * (size - start) if is_left_out else mask[start:size],
+            "token_ids": part(where, "token_ids", ids, start, size),
+            "loss_mask": [False] * len(kept) if is_left_out else kept,
         }
         for theirs, ours in NAMES.items():
             if isinstance(row.get(theirs), list) and len(row[theirs]) >= size:
-                columns[ours] = token_part(where, row, theirs, start, size)
-        advantage = (
-            rollout_advantage(columns) if "credit" in columns else number(row.get("advantages"))
+                columns[ours] = part(
+                    where, theirs, numbers(where, theirs, row[theirs]), start, size
+                )
+        yield Imported(
+            batch=_step(where),
+            prompt=None,
+            prompt_ids=ids[:start],
+            text=None,
+            reward=number(where, "rewards", row.get("rewards")),
+            advantage=rollout_advantage(columns)
+            if "credit" in columns
+            else number(where, "advantages", row.get("advantages")),
+            columns=columns,
         )
-        reward, prompt_ids = number(row.get("rewards")), row["token_ids"][:start]
-        yield Imported(_step(where), None, prompt_ids, None, reward, advantage, columns)
+
+
+def _listed(value: Any) -> Any:
+    """A sequence of one token was unwrapped to a number."""
+    return [value] if isinstance(value, int) else value
 
 
 def _step(where: str) -> int:
     """The number in the file's name."""
-    match = re.search(r"step(\d+)", Path(where.partition(":")[0]).name)
-    return int(match[1]) if match else 0
+    match = re.search(r"step(\d+)", Path(where.rpartition(": line")[0]).name)
+    return (
+        whole(where, "the step in the file's name", int(match[1][:20]), NUM_BATCHES) if match else 0
+    )

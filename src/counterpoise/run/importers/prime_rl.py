@@ -6,24 +6,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from counterpoise.run.importers.dump import (
+    NUM_BATCHES,
     Encode,
     Imported,
     first_true,
+    flags,
+    numbers,
     objects,
+    part,
     require,
     rollout_advantage,
-    token_part,
+    token_ids,
+    whole,
 )
 
-NAMES = {  # prime-rl's name -> ours
-    "token_ids": "token_ids",
-    "loss_mask": "loss_mask",
-    "advantages": "credit",
-    "inference_logprobs": "sampler_logp",
-    "trainer_logprobs": "trainer_logp",
-    "entropy": "entropy",
-    "importance_ratio": "ratio",
-    "is_masked": "is_clipped",
+NAMES = {  # prime-rl's name -> ours, and how it is read
+    "loss_mask": ("loss_mask", flags),
+    "advantages": ("credit", numbers),
+    "inference_logprobs": ("sampler_logp", numbers),
+    "trainer_logprobs": ("trainer_logp", numbers),
+    "entropy": ("entropy", numbers),
+    "importance_ratio": ("ratio", numbers),
+    "is_masked": ("is_clipped", flags),
 }
 
 
@@ -33,19 +37,25 @@ def read(
     """One object per sequence, every field one value per token of prompt and response."""
     for where, row in objects(files):
         require(where, row, ("token_ids", "loss_mask"))
-        start, size = first_true(where, row["loss_mask"]), len(row["token_ids"])
-        columns = {
-            ours: token_part(where, row, theirs, start, size)
-            for theirs, ours in NAMES.items()
-            if _has_values(row.get(theirs))
-        }
-        reward = next((r for r in (row.get("rewards") or [])[start:] if r is not None), None)
-        step = row.get("export_step", row.get("step"))
-        if not isinstance(step, int):
-            raise ValueError(f"import: {where}: step must be a whole number, got {step!r}.")
-        advantage = rollout_advantage(columns)
-        yield Imported(step, None, row["token_ids"][:start], None, reward, advantage, columns)
+        ids = token_ids(where, "token_ids", row["token_ids"])
+        start = first_true(where, flags(where, "loss_mask", row["loss_mask"]))
+        columns = {"token_ids": part(where, "token_ids", ids, start, len(ids))}
+        for theirs, (ours, kind) in NAMES.items():
+            if _has_values(row.get(theirs)):
+                columns[ours] = part(
+                    where, theirs, kind(where, theirs, row[theirs]), start, len(ids)
+                )
+        given = numbers(where, "rewards", row.get("rewards") or [])[start:]
+        yield Imported(
+            batch=whole(where, "step", row.get("export_step", row.get("step")), NUM_BATCHES),
+            prompt=None,
+            prompt_ids=ids[:start],
+            text=None,
+            reward=next((value for value in given if value is not None), None),
+            advantage=rollout_advantage(columns),
+            columns=columns,
+        )
 
 
 def _has_values(value: object) -> bool:
-    return isinstance(value, list) and any(x is not None for x in value)
+    return any(x is not None for x in value) if isinstance(value, list) else value is not None

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from counterpoise.run.importers.dump import Encode, Imported, number, require
+from counterpoise.run.importers.dump import (
+    NUM_BATCHES,
+    Encode,
+    Imported,
+    Row,
+    number,
+    require,
+    text,
+    text_columns,
+    whole,
+    wrong,
+)
+from counterpoise.run.parquet import BROKEN
 from counterpoise.text import visible
 
 
@@ -21,7 +30,7 @@ def read(
 ) -> Iterator[Imported]:
     """Text only, so tokens are those of a tokenizer if one is given, else words."""
     for file in files:
-        table = pq.read_table(file)
+        table = _table(file)
         require(str(file), table.column_names, ("prompt", "completion"))
         names = list(rewards) or _reward_columns(table)
         missing = [name for name in names if name not in table.column_names]
@@ -30,35 +39,42 @@ def read(
                 f"import: {file} has no column {missing[0]!r}. It has:"
                 f" {visible(', '.join(table.column_names))}."
             )
-        for row in table.to_pylist():
-            yield _rollout(row, encode or word_tokens, names)
+        for at, row in enumerate(table.to_pylist()):
+            yield _rollout(f"{file}: row {at}", row, encode, names)
 
 
-def word_tokens(text: str) -> tuple[list[int], list[str]]:
-    """Words with the space before them, numbered by their text.
+def _table(file: Path) -> pa.Table:
+    try:
+        table = pq.ParquetFile(file).read()
+        table.validate(full=True)
+    except FileNotFoundError:
+        raise
+    except BROKEN as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"import: {file} is not a parquet file ({visible(reason)}).") from None
+    twice = {name for name in table.column_names if table.column_names.count(name) > 1}
+    if twice:
+        raise ValueError(f"import: {file} has the column {visible(min(twice))!r} twice.")
+    return table
 
-    >>> word_tokens("a b")[1]
-    ['a', ' b']
-    """
-    texts = re.findall(r"\s*\S+|\s+$", text)
-    return [zlib.crc32(word.encode()) for word in texts], texts
 
-
-def _rollout(row: dict[str, Any], encode: Encode, rewards: Sequence[str]) -> Imported:
-    text = _message_text(row["completion"])
-    ids, texts = encode(text)
-    columns: dict[str, list[Any]] = {
-        "token_ids": ids,
-        "text": texts,
-        "loss_mask": [True] * len(ids),
-    }
-    advantage = number(row.get("advantage"))
+def _rollout(where: str, row: Row, encode: Encode | None, rewards: Sequence[str]) -> Imported:
+    response = _message_text(where, "completion", row["completion"])
+    columns = text_columns(response, encode)
+    advantage = number(where, "advantage", row.get("advantage"))
     if advantage is not None:  # TRL gives it to every token
-        columns["credit"] = [advantage] * len(ids)
-    given = [row[name] for name in rewards if row[name] is not None]
-    reward = float(sum(given)) if given else None
-    prompt = _message_text(row["prompt"])
-    return Imported(int(row.get("step") or 0), prompt, [], text, reward, advantage, columns)
+        columns["credit"] = [advantage] * len(columns["token_ids"])
+    given = [number(where, name, row[name]) for name in rewards]
+    known = [value for value in given if value is not None]
+    return Imported(
+        batch=whole(where, "step", row.get("step") or 0, NUM_BATCHES),
+        prompt=_message_text(where, "prompt", row["prompt"]),
+        prompt_ids=[],
+        text=response,
+        reward=sum(known) if known else None,
+        advantage=advantage,
+        columns=columns,
+    )
 
 
 def _reward_columns(table: pa.Table) -> list[str]:
@@ -72,12 +88,16 @@ def _reward_columns(table: pa.Table) -> list[str]:
     ]
 
 
-def _message_text(value: object) -> str:
+def _message_text(where: str, name: str, value: object) -> str:
     """A text, or the contents of chat messages with their roles where there are several."""
+    if value is None:
+        return ""
     if not isinstance(value, list):
-        return "" if value is None else str(value)
-    parts = [(m.get("role", ""), m.get("content")) for m in value if isinstance(m, dict)]
-    texts = [content if isinstance(content, str) else json.dumps(content) for _, content in parts]
+        return text(where, name, value)
+    if not all(isinstance(message, dict) for message in value):
+        raise wrong(where, name, "a text or a list of messages", value)
+    parts = [(message.get("role", ""), message.get("content")) for message in value]
+    texts = [body if isinstance(body, str) else json.dumps(body, default=str) for _, body in parts]
     if len(texts) == 1:
         return texts[0]
-    return "\n".join(f"{role}: {text}" for (role, _), text in zip(parts, texts))
+    return "\n".join(f"{role}: {body}" for (role, _), body in zip(parts, texts))
