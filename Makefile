@@ -39,9 +39,9 @@ test-verl: setup
 	bash scripts/make_verl_env.sh $(PY) .venv-verl
 	PYTHONPATH= .venv-verl/bin/python -m pytest tests/catalogue/test_parity_verl.py tests/hosts/verl -p no:cacheprovider
 
-# damaged input at random, a long run: make fuzz N=6000 SEED=1
+# damaged input of every kind, seeded, over all cores; shorter or other: make fuzz FUZZ="dumps --seed 1 --scale 0.1"
 fuzz: setup
-	PYTHONPATH=tests $(PY) -m fuzz $(or $(N),600) $(or $(SEED),0)
+	PYTHONPATH=tests $(PY) -m fuzz $(FUZZ)
 
 # the package as a user gets it: built, installed elsewhere, run outside the repository
 test-wheel: setup

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
 _NAME = r"[^\W\d]\w*"
@@ -116,6 +116,30 @@ def check_choice(stage: str, choices: Collection[str], **values: object) -> None
             close = difflib.get_close_matches(str(value), choices, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             _refuse(stage, name, value, f"one of {', '.join(choices)}", hint)
+
+
+def check_text(stage: str, *, or_none: bool = False, **values: object) -> None:
+    """Raise unless every value is a text.
+
+    >>> check_text("jsonl", path=3)
+    Traceback (most recent call last):
+    ValueError: jsonl: path must be a text, got 3.
+    """
+    for name, value in values.items():
+        if not isinstance(value, str) and not (or_none and value is None):
+            _refuse(stage, name, value, "a text" + " or None" * or_none)
+
+
+def check_keys(where: str, mapping: Mapping[Any, object]) -> None:
+    """Raise unless every key is a text: YAML also knows numbers and nothing as keys.
+
+    >>> check_keys("method", {"name": "grpo", 3: 4})
+    Traceback (most recent call last):
+    ValueError: method: a key must be a text, got 3.
+    """
+    for key in mapping:
+        if not isinstance(key, str):
+            _refuse(where, "a key", key, "a text")
 
 
 def _expected(

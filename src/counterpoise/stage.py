@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from counterpoise.errors import import_path, is_import_path, nearest
+from counterpoise.errors import check_keys, import_path, is_import_path, nearest
 
 if TYPE_CHECKING:
     from counterpoise.types import RolloutBatch
@@ -220,6 +220,7 @@ def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
         raise ValueError(
             f"{family}: expected a name, a mapping with 'name', or a function, got {spec!r}."
         )
+    check_keys(family, spec)
     name, params = spec["name"], {key: value for key, value in spec.items() if key != "name"}
     stage = named_stage(family, known, name)
     if "rule" in params:
@@ -236,7 +237,7 @@ def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
 
 def named_stage(family: str, known: Mapping[str, Stage], name: str) -> Stage:
     """The stage of a name in the table, or of an import path ``your.module:function``."""
-    if name in known:
+    if isinstance(name, str) and name in known:
         return known[name]
     if not is_import_path(name):
         raise ValueError(f"unknown {family} {name!r}. {nearest(name, [*known, OWN])}")

@@ -1,26 +1,40 @@
-"""``python -m fuzz [N] [SEED]``: every fuzzer of this folder, ``N`` cases each.
-
-A fuzzer is a module with ``fuzz(seed, n)``, which returns a report per failure.
-"""
+"""``make fuzz``: every fuzzer at length, over all cores; exit code 1 if anything is found."""
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import os
 import sys
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+
+from fuzz import FUZZERS, find
+
+CHUNK = 50
 
 
-def main(n: int = 600, seed: int = 0) -> int:
-    """How many cases failed."""
-    num_failures = 0
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        if file.stem.startswith(("__", "test_")):
-            continue
-        failures = importlib.import_module(f"fuzz.{file.stem}").fuzz(seed, n)
-        print(f"{file.stem}: {n} cases, {len(failures)} failures", *failures, sep="\n")
-        num_failures += len(failures)
-    return num_failures
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(FUZZERS)}; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="times the usual number of cases")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    jobs = [
+        (name, f"{args.seed}.{start}", min(CHUNK, num - start))
+        for name in args.names or FUZZERS
+        for num in [max(1, int(FUZZERS[name][1] * args.scale))]
+        for start in range(0, num, CHUNK)
+    ]
+    faults: dict[tuple[str, str], str] = {}
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for (name, *_), result in zip(jobs, pool.map(find, *zip(*jobs))):
+            for problem, example in result.items():
+                if (name, problem) not in faults:
+                    print(f"{name}: {problem} | {example}", flush=True)
+                faults.setdefault((name, problem), example)
+    print(f"{sum(job[2] for job in jobs)} cases, {len(faults)} faults")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    sys.exit(min(1, main(*map(int, sys.argv[1:3]))))
+    sys.exit(main())

@@ -51,16 +51,17 @@ HOSTILE = (
 )
 
 
-def fuzz(seed: int, n: int) -> list[str]:
-    """``n`` damaged dumps; a report for each that ended in anything but a run or a typed error."""
-    out = []
-    for at in range(n):
+def fuzz(seed: int | str, num: int) -> dict[str, str]:
+    """Faults of ``num`` damaged dumps, each with an example; empty is the goal."""
+    faults: dict[str, str] = {}
+    for case in range(num):
         with tempfile.TemporaryDirectory() as folder:
-            draw = random.Random(f"{seed} {at}")
+            draw = random.Random(f"{seed} {case}")
             kind = draw.choice(sorted(WRITERS))
             problem = attempt(kind, draw, Path(folder))
-            out += [f"seed {seed} dump {at} ({kind}): {problem}"] if problem else []
-    return out
+            if problem:
+                faults.setdefault(f"{kind}: {problem}", f"case {seed}/{case}")
+    return faults
 
 
 def attempt(kind: str, draw: random.Random, folder: Path) -> str:

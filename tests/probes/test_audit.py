@@ -136,7 +136,7 @@ def test_bad_input(tmp_path: Path) -> None:
         audit_plans(write_run(tmp_path / "b"), batch_number=9)
     write_table(tmp_path / "tokens.parquet", {"group": [0], "reward": [1.0], "token_ids": [5]})
     with pytest.raises(
-        ValueError, match="has one row per token. Give a file with one row per rollout"
+        ValueError, match="'token_ids' holds int64, expected list of integers. Expected one row per"
     ):
         audit_plans(tmp_path / "tokens.parquet")
     (tmp_path / "c.parquet").write_text("no table")

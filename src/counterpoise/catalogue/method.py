@@ -32,7 +32,7 @@ from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
-from counterpoise.errors import check_number, check_whole, nearest
+from counterpoise.errors import check_keys, check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
 from counterpoise.plans import PLANS, manifest
@@ -370,9 +370,10 @@ def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> A
     if isinstance(spec, Mapping) and "name" not in spec:
         if not current:
             raise ValueError(
-                f"method: {axis} has no stage whose parameters {sorted(spec)} could change;"
+                f"method: {axis} has no stage whose parameters {list(spec)} could change;"
                 " give a list of stages."
             )
+        check_keys(f"method: {axis}", spec)
         if isinstance(current, tuple):
             return (current[0](**spec), *current[1:])
         return current(**spec)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoise.errors import check_whole
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit
 from counterpoise.run.read import RunFolder, batch_files, open_run
@@ -80,22 +81,20 @@ def rollout_files(run: RunFolder, batch_number: int | None) -> dict[int, Path]:
 def run_updates(run: RunFolder | None) -> int:
     """Updates per batch of the run; 4 where there is no recipe."""
     optimizer = run.config.get("optimizer") if run else None
-    return int((optimizer or {}).get("updates_per_batch", 4))
+    num = optimizer.get("updates_per_batch", 4) if isinstance(optimizer, dict) else 4
+    check_whole("audit: optimizer of the run's config.yaml", least=1, updates_per_batch=num)
+    return num
 
 
 def read_batch(file: Path, success: float | None) -> tuple[TokenBatch, Tensor | None]:
     """Group, reward and tokens of a rollouts file; the advantage where it is there."""
-    from counterpoise.run.parquet import read_columns, require_columns
+    from counterpoise.run.parquet import column_names, require_columns
 
     advice = f"Expected one row per rollout with {', '.join(NEEDED)}."
-    require_columns(file, NEEDED, advice)
-    column = read_columns(file, (*NEEDED, "advantage")).to_pydict()
+    has_advantage = "advantage" in column_names(file)
+    names = (*NEEDED, "advantage") if has_advantage else NEEDED
+    column = require_columns(file, names, advice).to_pydict()
     ids = column["token_ids"]
-    if not all(isinstance(row, list) for row in ids):
-        raise ValueError(
-            f"audit: {file} has one row per token. Give a file with one row per rollout"
-            " (rollouts/batch_*.parquet)."
-        )
     batch = TokenBatch.from_lists(
         ids,
         group=column["group"],
@@ -103,7 +102,7 @@ def read_batch(file: Path, success: float | None) -> tuple[TokenBatch, Tensor | 
         sampler_logp=[[0.0] * len(row) for row in ids],
         success=success,
     )
-    return batch, torch.tensor(column["advantage"]) if "advantage" in column else None
+    return batch, torch.tensor(column["advantage"]) if has_advantage else None
 
 
 def plans_of(
@@ -119,7 +118,10 @@ def plans_of(
     """
     out: dict[str, list[Tensor]] = {}
     if trained is not None:
-        out["as trained"] = [torch.tensor(rows, dtype=torch.long) for rows in trained["rows"]]
+        if max(max(rows) for rows in trained["rows"]) < batch.num_rollouts:
+            out["as trained"] = [torch.tensor(rows) for rows in trained["rows"]]
+        else:
+            problems.append(f"batch {batch_number}: its plan has rows that the batch has not.")
     for name, label in LABELS.items():
         try:
             generator = seeded_generator(seed, batch_number, "plan")

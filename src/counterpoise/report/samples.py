@@ -4,16 +4,16 @@ most credit, the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from counterpoise.report.overview import Table
-from counterpoise.report.tokens import Frame, TopToken, has, tokens_of, top_tokens
+from counterpoise.report.tokens import Frame, TopToken, has, to_types, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
 from counterpoise.text import number, percent, visible
 
+NUMBERS = ("group", "rollout", "reward", "advantage")
 MAX_TOKENS = 500
 BINS = 10
 
@@ -99,7 +99,7 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
     table = run.table("rollouts", at, columns)
     if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
         return []
-    rollouts = table.to_pandas()
+    rollouts = to_types(table.to_pandas(), NUMBERS).dropna(subset=["group", "rollout", "reward"])
     of_batch = tokens_of(run, at) if at in run.batches("tokens") else None
     tokens = of_batch[1] if of_batch else None
     column = colour_column(tokens)
@@ -160,7 +160,7 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
             run.plan(batch),
             run.table("rollouts", batch, ("group", "reward", "advantage", "token_ids")),
         )
-        if plan is None or not _is_plan(plan.get("rows")):
+        if plan is None:
             continue
         rollouts = (
             table.to_pandas()
@@ -253,9 +253,3 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) 
         percent(float((rows["reward"] >= success).mean())),
         advantage,
     ]
-
-
-def _is_plan(rows: object) -> bool:
-    return isinstance(rows, list) and all(
-        isinstance(part, Sequence) and all(type(r) is int and r >= 0 for r in part) for part in rows
-    )

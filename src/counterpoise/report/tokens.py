@@ -6,6 +6,7 @@ Every mean over tokens comes with a bootstrap interval over prompts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
         run.columns("tokens", at)
         table = run.table("tokens", at, COLUMNS)
         if table is not None and table.num_rows:
-            frame = _to_types(table.to_pandas())
+            frame = to_types(table.to_pandas())
             mask = (
                 frame["loss_mask"].fillna(True).astype(bool)
                 if "loss_mask" in frame
@@ -86,18 +87,23 @@ def tokens_of(run: RunFolder, batch: int | None = None) -> tuple[int, Frame] | N
     return None
 
 
-def _to_types(frame: Frame) -> Frame:
+def to_types(frame: Frame, numbers: Collection[str] | None = None) -> Frame:
     """Numbers as numbers (what is none becomes NaN), texts as texts: a table written by others may
-    hold anything.
+    hold anything. ``numbers``: only these columns, the others stay.
     """
     return frame.assign(
         **{
             name: frame[name].astype(str)
             if name in TEXTS
-            else pd.to_numeric(frame[name], errors="coerce")
+            else pd.to_numeric(frame[name].map(_scalar), errors="coerce")
             for name in frame.columns
+            if numbers is None or name in numbers
         }
     )
+
+
+def _scalar(value: object) -> object:
+    return value if np.isscalar(value) else None
 
 
 def has(frame: Frame, *columns: str) -> bool:

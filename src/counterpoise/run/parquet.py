@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +12,28 @@ import pyarrow.parquet as pq
 from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_TOKEN_COLUMNS, TABLE_VERSION
 
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what reading a damaged file raises
+
+# what the columns hold that are read back as numbers
+FITS: dict[str, Callable[[pa.DataType], bool]] = {
+    "integers": pa.types.is_integer,
+    "numbers": lambda kind: pa.types.is_floating(kind) or pa.types.is_integer(kind),
+    "texts": lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind),
+}
+KINDS = {
+    "group": "integers",
+    "rollout": "integers",
+    "reward": "numbers",
+    "advantage": "numbers",
+    "prompt_id": "texts",
+    "prompt": "texts",
+    "answer": "texts",
+    "text": "texts",
+    "stop_reason": "texts",
+    "prompt_ids": "list of integers",
+    "token_ids": "list of integers",
+    "sampler_logp": "list of numbers",
+    "entropy": "list of numbers",
+}
 
 
 def table_version(schema: pa.Schema) -> str | None:
@@ -37,6 +59,7 @@ def read_columns(
     """
     equal = equal or {}
     parquet = pq.ParquetFile(file)
+    check_distinct(parquet.schema_arrow.names)
     names = current_names(parquet.schema_arrow)
     in_file = {now: name for name, now in names.items()}
     wanted = [n for n, now in names.items() if columns is None or now in columns or now in equal]
@@ -50,21 +73,54 @@ def read_columns(
     return table.select([n for n in table.column_names if columns is None or n in columns])
 
 
+def check_distinct(names: Sequence[str]) -> None:
+    """No column stands twice: which of them would be meant?"""
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise pa.ArrowInvalid(f"column {twice[0]!r} stands twice")
+
+
+def column_names(file: Path) -> list[str]:
+    """Names of the columns, as they are called now; none in a file that cannot be read."""
+    try:
+        return list(current_names(pq.read_schema(file)).values())
+    except BROKEN:
+        return []
+
+
 def require_columns(file: Path, names: Sequence[str], advice: str) -> pa.Table:
-    """These columns; a damaged file or a missing column is an error, the latter with ``advice``."""
+    """These columns, of the right kind and without gaps; anything else is an error, a column's with
+    ``advice``.
+    """
     try:
         schema = pq.read_schema(file)
         for name in names:
             if name not in current_names(schema).values():
                 raise KeyError(name)
-        return read_columns(file, names)
+        table = read_columns(file, names)
     except KeyError as missing:
         raise ValueError(f"{file}: no column {missing}. {advice}") from None
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{file} is not a parquet file ({error}). It is cut off or was replaced: choose another"
-            " batch."
+            f"{file} is not a parquet file ({' '.join(str(error).split())}). It is cut off or was"
+            " replaced: choose another batch."
         ) from None
+    for name in names:
+        check_kind(f"{file}: column {name!r}", table[name], KINDS.get(name), advice)
+    return table
+
+
+def check_kind(where: str, column: pa.ChunkedArray, kind: str | None, advice: str) -> None:
+    """Raise unless the column holds what its name promises; nothing is promised of other names."""
+    if kind is None:
+        return
+    is_list, wants_list = pa.types.is_list(column.type), kind.startswith("list of ")
+    parts = [chunk.flatten() if is_list else chunk for chunk in column.chunks]
+    has_gaps = column.null_count > 0 or any(part.null_count for part in parts)
+    inner = column.type.value_type if is_list else column.type
+    if is_list != wants_list or not FITS[kind.split()[-1]](inner) or has_gaps:
+        got = f"{column.type}{' with gaps' if has_gaps else ''}"
+        raise ValueError(f"{where} holds {got}, expected {kind}. {advice}")
 
 
 def _may_match(parquet: pq.ParquetFile, row_group: int, equal: Mapping[str, int]) -> bool:

@@ -125,10 +125,15 @@ class RunFolder:
         return list(self.types(folder, batch))
 
     def plan(self, batch: int) -> Row | None:
-        """The plan of a batch as the trainer wrote it."""
+        """The plan of a batch as the trainer wrote it; None if it does not list rows."""
         file = batch_files(self.path, "plan").get(batch)
         plan = _read_json(file, self.problems) if file else None
-        return _current(plan) if isinstance(plan, dict) else None
+        if file is None or plan is None:
+            return None
+        if not isinstance(plan, dict) or not _is_plan(_current(plan).get("rows")):
+            self.note(f"plan/{file.name} lists no rows of updates; it is left out.")
+            return None
+        return _current(plan)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, asked for once and kept: small results that several charts show."""
@@ -220,7 +225,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def is_inside(root: Path, file: Path) -> bool:
     """Whether ``file``, links followed, is a plain file below ``root``."""
-    real = file.resolve()
+    try:
+        real = file.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        return False
     return real.is_relative_to(root.resolve()) and real.is_file()
 
 
@@ -365,6 +373,18 @@ def _numbers(rows: list[Row]) -> pd.DataFrame:
     )
     is_last = ~numeric["batch"].duplicated(keep="last")
     return numeric.loc[is_last].sort_values(by="batch").reset_index(drop=True)
+
+
+def _is_plan(rows: object) -> bool:
+    """At least one update, each a list of row numbers."""
+    return (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(
+            isinstance(part, list) and part and all(type(r) is int and 0 <= r < 2**31 for r in part)
+            for part in rows
+        )
+    )
 
 
 def _left_out(error: BaseException) -> str:

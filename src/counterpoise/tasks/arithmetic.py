@@ -66,7 +66,7 @@ class Arithmetic:
     max_total: int | None = None
 
     def __post_init__(self) -> None:
-        if self.difficulty not in DIFFICULTIES:
+        if not isinstance(self.difficulty, str) or self.difficulty not in DIFFICULTIES:
             raise ValueError(
                 f"arithmetic: unknown difficulty {self.difficulty!r}. Known:"
                 f" {', '.join(DIFFICULTIES)}."

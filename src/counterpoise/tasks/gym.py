@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from counterpoise.errors import nearest
+from counterpoise.errors import check_number, check_text, check_whole, nearest
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -56,6 +56,9 @@ class Gym:
         num_items: int = NUM_ITEMS,
         **params: Any,
     ) -> None:
+        check_text("gym", name=name, instruction=instruction)
+        check_number("gym", or_none=True, threshold=threshold)
+        check_whole("gym", least=1, num_items=num_items)
         if "{question}" not in instruction:
             raise ValueError(f"gym: instruction must contain {{question}}, got {instruction!r}.")
         for reserved in ("seed", "size"):

@@ -20,7 +20,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from counterpoise.errors import nearest
+from counterpoise.errors import check_number, check_text, nearest
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -54,13 +54,24 @@ class Jsonl:
     test_frac: float = 0.1
 
     def __post_init__(self) -> None:
+        fields = [self.question] if isinstance(self.question, str) else self.question
+        if not isinstance(fields, (list, tuple)) or not fields:
+            raise ValueError(f"jsonl: question must be a field or several, got {fields!r}.")
+        check_text("jsonl", path=self.path, answer=self.answer, instruction=self.instruction)
+        for name in fields:
+            check_text("jsonl", question=name)
+        check_text(
+            "jsonl",
+            or_none=True,
+            answer_after=self.answer_after,
+            answer_regex=self.answer_regex,
+            test_path=self.test_path,
+        )
+        check_number("jsonl", least=0, below=1, test_frac=self.test_frac)
+        _check_regex(self.answer_regex)
         if "{question}" not in self.instruction:
             raise ValueError(
                 f"jsonl: instruction must contain {{question}}, got {self.instruction!r}."
-            )
-        if not 0 <= self.test_frac < 1:
-            raise ValueError(
-                f"jsonl: test_frac must be at least 0 and below 1, got {self.test_frac}."
             )
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(
@@ -102,9 +113,9 @@ class Jsonl:
         ]
 
     def _read(self, path: str) -> list[Prompt]:
-        if not Path(path).is_file():
+        if "\0" in path or not Path(path).is_file():
             raise ValueError(f"jsonl: no such file: {path}. Give it as task.path.")
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:
             rows = [
                 self._prompt(f"{path} line {number}", line)
                 for number, line in enumerate(lines, 1)
@@ -114,10 +125,10 @@ class Jsonl:
             raise ValueError(f"jsonl: {path} is empty, expected one JSON object a line.")
         return rows
 
-    def _prompt(self, where: str, line: str) -> Prompt:
+    def _prompt(self, where: str, line: bytes) -> Prompt:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"jsonl: {where} is not JSON ({error}).") from error
         if not isinstance(row, dict):
             raise ValueError(
@@ -141,13 +152,13 @@ class Jsonl:
                 )
             answer = answer.rsplit(self.answer_after, 1)[1]
         if self.answer_regex is not None:
-            found = re.search(self.answer_regex, answer)
-            if found is None:
+            match = re.search(self.answer_regex, answer)
+            if match is None:
                 raise ValueError(
                     f"jsonl: {where}: answer_regex {self.answer_regex!r} finds nothing in"
                     f" {answer[:60]!r}."
                 )
-            answer = found[1] if found.re.groups else found[0]
+            answer = (match[1] if match.re.groups else match[0]) or ""
         return answer.strip()
 
 
@@ -173,6 +184,15 @@ def _parsed_answer(answer: str) -> tuple[Any, ...]:
     for module in ("parser", "grader"):
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     return tuple(parse(f"\\boxed{{{answer}}}", parsing_timeout=None))  # pyright: ignore[reportArgumentType]
+
+
+def _check_regex(pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"jsonl: answer_regex {pattern!r} is no regular expression: {error}."
+        ) from None
 
 
 def _field(row: dict[str, Any], name: str, setting: str, where: str) -> str:
