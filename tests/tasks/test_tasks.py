@@ -239,7 +239,7 @@ def test_jsonl_is_graded_in_a_worker(gsm):
         (
             '{"question": "a", "answer": "1"}\n',
             {"test_frac": 1.0},
-            r"test_frac must be at least 0 and below 1",
+            r"test_frac must be a number >= 0 and < 1",
         ),
     ],
 )
