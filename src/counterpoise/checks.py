@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from counterpoise.errors import check_number
+from counterpoise.errors import check_number, check_whole
 
 if TYPE_CHECKING:
     from counterpoise.types import TokenBatch
 
+WHOLE = ("token_ids", "group", "topk_ids")  # columns of ids, by the start of their names
+FREE = ("mask_NT", "success_N", "extra")  # columns of any kind of number
 FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
 
 
@@ -36,6 +38,27 @@ def pad_rows(
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
     return out
+
+
+def check_kinds(batch: TokenBatch) -> None:
+    """Columns are tensors: whole numbers for ids and groups, real numbers for the rest."""
+    check_whole("TokenBatch", least=1, or_none=True, max_length=batch.max_length)
+    named = [(f.name, getattr(batch, f.name), f.default) for f in dataclasses.fields(batch)]
+    columns = [one for one in named if one[0] not in ("max_length", "success", "extra")]
+    columns += [(f"extra[{name!r}]", value, ...) for name, value in batch.extra.items()]
+    for name, value, default in columns:
+        if value is None and default is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"TokenBatch: {name} must be a tensor, got {type(value).__name__}."
+                " TokenBatch.from_lists takes lists."
+            )
+        is_float, is_id = value.dtype.is_floating_point, name.startswith(WHOLE)
+        is_fit = not is_float and value.dtype != torch.bool if is_id else is_float
+        if value.is_complex() or (name.split("[")[0] not in FREE and not is_fit):
+            expected = "whole numbers" if is_id else "floating point"
+            raise ValueError(f"TokenBatch: {name} must hold {expected}, got {value.dtype}.")
 
 
 def check_shapes(batch: TokenBatch) -> None:

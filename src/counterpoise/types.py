@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from counterpoise.checks import check_shapes, check_values, pad_rows
+from counterpoise.checks import check_kinds, check_shapes, check_values, pad_rows
 from counterpoise.stage import SUCCESS
 
 
@@ -99,6 +99,7 @@ class TokenBatch:
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         object.__setattr__(self, "mask_NT", self.mask_NT.bool())
         if self.success_N is not None:
             object.__setattr__(self, "success_N", self.success_N.bool())
