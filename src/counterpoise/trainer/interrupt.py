@@ -30,7 +30,13 @@ def stop_requests(note: Callable[[str], None]) -> Iterator[list[int]]:
     # byte in this pipe is written at once and read by a thread of its own.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    handlers = {n: signal.signal(n, lambda got, frame: received.append(got)) for n in numbers}
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:  # the thread may wait for the lock of a busy interpreter
+            _end()
+
+    handlers = {n: signal.signal(n, receive) for n in numbers}
     wakeup = signal.set_wakeup_fd(writer)
     watcher = threading.Thread(target=_watch, args=(reader, note), daemon=True)
     watcher.start()
