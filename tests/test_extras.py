@@ -60,7 +60,7 @@ def test_the_core_answers_without_any_extra(args):
         ("cli", ["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
         ("", ["init"], "pip install 'counterpoise[cli]'"),
         ("trl", ["view", "x"], "pip install 'counterpoise[report]'"),
-        ("trl", ["train", "demo"], "pip install 'counterpoise[train]'"),
+        ("trl", ["train", "demo"], "'tensorboard' is not installed. pip install tensorboard"),
         ("report", ["train", ROOT / "recipes" / "demo.yaml"], "pip install 'counterpoise[train]'"),
     ],
 )

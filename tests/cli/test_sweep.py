@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 from counterpoise.cli import dispatch
 from counterpoise.cli.sweep import spread
-from counterpoise.run.read import read_jsonl
+from counterpoise.run.read import checkpoints, read_jsonl
 
 SETTINGS = [
     *("num_batches=3", "rollouts.prompts=2", "rollouts.group_size=2"),
@@ -94,3 +97,19 @@ def test_a_wrong_method_is_said_before_anything_runs(tmp_path, capfd):
     code, _, err = sweep(capfd, "--methods", "grpo", "dlta")
     assert code == 2 and "unknown method 'dlta'. Did you mean 'delta'?" in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_stops_the_runs_and_the_sweep_goes_on_later(tmp_path):
+    sets = [word for text in SETTINGS for word in ("--set", text)]
+    command = [sys.executable, "-m", "counterpoise", "sweep", "demo", "--methods", "grpo"]
+    options = ["--seeds", "0", "1", *sets, "--set", "num_batches=500"]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    run_dir = tmp_path / "runs" / "demo-sweep" / "grpo_plan_query_preserved-seed0"
+    while not (run_dir / "metrics.jsonl").is_file():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "failed" not in err
+    assert "the same command goes on where it stopped" in err
+    assert checkpoints(run_dir) and not run_dir.with_name(f"{run_dir.name[:-1]}1").exists()

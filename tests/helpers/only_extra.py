@@ -93,5 +93,6 @@ def hide_all_but(extra: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, which holds helpers that are named like packages
     hide_all_but(sys.argv[1])
     exec(sys.argv[2], {"__name__": "__main__"})

@@ -70,12 +70,17 @@ def sweep(
         print(f"{len(planned) - len(waiting)} of {len(planned)} runs are finished", file=sys.stderr)
     codes = run_jobs(waiting, planned, recipe, jobs)
     finished = [job.run_dir for job in planned if is_finished(job)]
-    failures = {job.run_dir: last_line(job.log) for job in waiting if codes.get(job.run_dir)}
+    failures = {
+        job.run_dir: last_line(job.log)
+        for job in waiting
+        if codes.get(job.run_dir) not in (0, INTERRUPTED)
+    }
     if json_:
         print_json({"finished": finished, "failed": {str(k): v for k, v in failures.items()}})
     else:
         show_result(finished, failures)
     if INTERRUPTED in codes.values():
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(1 if failures else 0)
 
