@@ -1,12 +1,18 @@
-"""Model text is hostile: what cannot be seen is made visible, so that no text steers a page, a
-chart or a terminal.
+"""Text of others is hostile: what cannot be seen is made visible, so that no text steers a page, a
+chart or a terminal; YAML is read within bounds.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from counterpoise.errors import ConfigError
+
+MAX_ALIASES = 20  # a bomb of 20 aliases grows to at most a few thousand times its size
+MAX_DEPTH = 100
 
 
 def visible(text: object, keep: str = "") -> str:
@@ -24,6 +30,47 @@ def visible(text: object, keep: str = "") -> str:
     if out.isprintable():
         return out
     return "".join(char if char.isprintable() or char in keep else _symbol(char) for char in out)
+
+
+def load_yaml(text: str | bytes, where: str) -> Any:
+    """YAML from anywhere; what is not YAML, or grows beyond all bounds when its aliases are
+    followed, is an error of one line that opens with ``where``.
+
+    >>> load_yaml("a: [1, 2]", "recipe")
+    {'a': [1, 2]}
+    >>> load_yaml("a: &a [*a]", "recipe")
+    Traceback (most recent call last):
+    counterpoise.errors.ConfigError: recipe is not YAML: an alias stands inside what it names
+    """
+    import yaml
+
+    try:
+        whole = text if isinstance(text, str) else text.decode("utf-8")
+        _check_events(yaml.parse(whole, Loader=yaml.SafeLoader))
+        return yaml.safe_load(whole)
+    except Exception as error:  # the parser raises many kinds: KeyError for !!bool, and so on
+        reason = visible(" ".join(str(error).split()) or type(error).__name__)
+        raise ConfigError(f"{where} is not YAML: {shorten(reason, 300)}") from None
+
+
+def _check_events(events: Iterable[Any]) -> None:
+    """Few aliases, none of them inside what it names, and no deep nesting."""
+    from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+
+    num_aliases, open_anchors = 0, []
+    for event in events:
+        if isinstance(event, CollectionStartEvent):
+            open_anchors.append(event.anchor)
+        elif isinstance(event, CollectionEndEvent):
+            open_anchors.pop()
+        elif isinstance(event, AliasEvent):
+            num_aliases += 1
+            if event.anchor in open_anchors:
+                raise ValueError("an alias stands inside what it names")
+        if num_aliases > MAX_ALIASES or len(open_anchors) > MAX_DEPTH:
+            raise ValueError(
+                f"more than {MAX_ALIASES} aliases or {MAX_DEPTH} levels; write it out plainly"
+            )
 
 
 def chart_label(text: object) -> str:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,29 +17,8 @@ from counterpoise.report.page import write_report
 from counterpoise.run.files import append_json
 from counterpoise.run.own import lock_run
 from counterpoise.run.read import checkpoints, open_run, read_jsonl
-from counterpoise.trainer.config import ConfigError, parse_config
-from counterpoise.trainer.loop import train
-
-TINY = {
-    "model": "bundled",
-    "device": "cpu",
-    "task": {"name": "helpers.probe_run:Coin"},
-    "num_batches": 2,
-    "rollouts": {"prompts": 2, "group_size": 4, "max_new_tokens": 8},
-    "optimizer": {"lr": 1e-3, "updates_per_batch": 1},
-    "eval": {"every": 0},
-    "ledger": {"every": 0},
-    "checkpoint_every": 1,
-    "trackers": [],
-}
-
-
-def recipe(run_dir: Path, **more: Any) -> dict[str, Any]:
-    return {**TINY, "run_dir": str(run_dir), **more}
-
-
-def go(run_dir: Path, *, resume: bool = False, fresh: bool = False, **more: Any) -> None:
-    train(parse_config(recipe(run_dir, **more)), resume=resume, fresh=fresh)
+from counterpoise.trainer.config import ConfigError
+from helpers.tiny_run import TINY, go, recipe
 
 
 @pytest.fixture(scope="module")

@@ -130,5 +130,5 @@ def fail(message: str) -> NoReturn:
     """One line for a person, exit code 2; text from a file cannot steer the terminal."""
     from counterpoise.text import visible
 
-    print(f"counterpoise: {visible(message, keep=chr(10))}", file=sys.stderr)
+    print(f"counterpoise: {visible(message)}", file=sys.stderr)
     sys.exit(2)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, print_table, waiting
+from counterpoise.cli.show import Json, print_json, print_table, say, waiting
 
 
 def audit(
@@ -48,16 +48,16 @@ def _print_result(result: dict[str, Any]) -> None:
     from counterpoise.probes.audit import averages
 
     num = max(len(audits) for audits in result["plans"].values())
-    print(f"{num} batches, {result['num_updates']} updates each")
+    say(f"{num} batches, {result['num_updates']} updates each")
     head = ("plan", "pairs kept", "prompts split", "positive share", "update tokens", "left out")
     rows = [(label, *_cells(averages(audits))) for label, audits in result["plans"].items()]
     print_table(head, rows, left=["plan"])
-    print(
-        "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one update\n"
-        "left out: rollouts that no update trains on"
+    say(
+        "pairs kept: share of same-prompt (good, bad) pairs whose rollouts meet in one update",
+        "left out: rollouts that no update trains on",
     )
     for problem in result["problems"]:
-        print(f"not possible: {problem}")
+        say(f"not possible: {problem}")
 
 
 def _cells(mean: dict[str, float]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, print_table, waiting
+from counterpoise.cli.show import Json, print_json, print_table, say, waiting
 
 if TYPE_CHECKING:
     from counterpoise.report.compare import Comparison
@@ -47,7 +47,6 @@ def compare(
     from counterpoise.report.page import write_report
     from counterpoise.report.runs import group_runs
     from counterpoise.run.read import open_run
-    from counterpoise.text import visible
 
     settings: Settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
     with waiting("comparing runs"):
@@ -58,9 +57,9 @@ def compare(
         return
     _print_tables(result)
     for note in result.notes:
-        print(visible(note))
+        say(note)
     if path:
-        print(f"Open {visible(path)}")
+        say(f"Open {path}")
 
 
 def _print_tables(result: Comparison) -> None:
@@ -91,7 +90,7 @@ def _print_tables(result: Comparison) -> None:
     ]
     head = ("method", "seeds", "final", f"against {result.baseline}{unit}", "verdict")
     print_table(head, good, left=["method", "verdict"])
-    print()
+    say()
     reached = f"reached {value(result.threshold)}"
     print_table(("method", "best", reached, "after batches", "after tokens"), soon, left=["method"])
-    print()
+    say()

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, print_json, say, waiting
 from counterpoise.hosts.check import Check, check_trl, check_verl, is_installed
-from counterpoise.run.environment import package_versions
+from counterpoise.run.environment import cache_folder, package_versions, why_not_private
 
 PACKAGES = (
     "counterpoise",
@@ -60,7 +60,7 @@ def doctor(
         }
         print_json({"machine": machine, "hosts": listed})
     else:
-        print(report(machine, hosts))
+        say(*report(machine, hosts).splitlines())
     if is_broken:
         sys.exit(1)
 
@@ -77,6 +77,7 @@ def machine_facts() -> dict[str, Any]:
         "gpus": gpus,
         "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
         "packages": package_versions(PACKAGES),
+        "cache": cache_state(),
         "missing_extras": missing_extras(),
     }
 
@@ -90,6 +91,13 @@ def missing_extras() -> dict[str, list[str]]:
         for extra, modules in EXTRAS.items()
         if not all(importlib.util.find_spec(module) for module in modules)
     }
+
+
+def cache_state() -> str:
+    """Where built kernels lie, and why they are not used if others could have written them."""
+    folder = cache_folder("kernels")
+    paths = [path for path in (folder.parent, folder) if path.is_dir()]
+    return f"{folder.parent}: {why_not_private(*paths) or 'only you can write to it'}"
 
 
 def check_host(name: str) -> list[Check] | None:
@@ -109,6 +117,7 @@ def report(machine: dict[str, Any], hosts: dict[str, list[Check] | None]) -> str
         f"  {name:<13} {version or 'not installed'}"
         for name, version in machine["packages"].items()
     ]
+    lines.append(f"  {'cache':<13} {machine['cache']}")
     lines += [
         f"{', '.join(commands)} need more packages: pip install 'counterpoise[{extra}]'"
         for extra, commands in machine["missing_extras"].items()

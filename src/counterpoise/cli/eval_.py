@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
 
 if TYPE_CHECKING:
     from counterpoise.trainer.config import Config
@@ -57,7 +57,6 @@ def eval_(
         _check_place(name or "bundled")
     if trust:
         import_from()
-    from counterpoise.text import visible
     from counterpoise.trainer.evaluate import difference
 
     recipe = _recipe(model, against, config, set_, trust)
@@ -74,13 +73,13 @@ def eval_(
         print_json(out | ({"difference": paired._asdict()} if paired else {}))
         return
     for name, result in results.items():
-        print(_line(name, result, settings))
+        say(_line(name, result, settings))
         for warning in _warnings(result):
-            print(visible(f"warning: {name}: {warning}"))
+            say(f"warning: {name}: {warning}")
     if paired:
         mean, low, high = (100 * x for x in paired)
         verdict = "within noise" if low <= 0 <= high else "beyond noise"
-        print(
+        say(
             f"difference {model} - {against}: {mean:+.1f} points [{low:+.1f}, {high:+.1f}],"
             f" {verdict} (paired over prompts)"
         )

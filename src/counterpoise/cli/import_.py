@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, command_line, print_json, waiting
+from counterpoise.cli.show import Json, command_line, print_json, say, waiting
 
 
 def import_(
@@ -39,7 +39,6 @@ def import_(
     from counterpoise.ledger.measures.categories import categories
     from counterpoise.run.importers.convert import import_run
     from counterpoise.run.read import open_run
-    from counterpoise.text import visible
 
     with waiting(f"importing {source}"):
         batches = import_run(
@@ -48,8 +47,8 @@ def import_(
     if json_:
         print_json({"run_dir": str(out), "rollouts": batches})
         return
-    print(f"{sum(batches.values())} rollouts of {len(batches)} batch(es) in {visible(out)}")
+    say(f"{sum(batches.values())} rollouts of {len(batches)} batch(es) in {out}")
     absent = open_run(out).manifest["not_in_dump"]
     if absent:
-        print(f"Not in the dump, so absent on every page: {', '.join(absent)}")
-    print(visible(f"See them: {command_line('view', out)}"))
+        say(f"Not in the dump, so absent on every page: {', '.join(absent)}")
+    say(f"See them: {command_line('view', out)}")

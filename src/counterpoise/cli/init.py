@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, command_line, print_json
+from counterpoise.cli.show import Json, command_line, print_json, say
 
 RECIPE = """\
 # A recipe for counterpoise. Every key is explained in docs/reference/recipe.md; --set a.b=c
@@ -85,5 +85,5 @@ def init(
     if json_:
         print_json({"files": [str(folder / name) for name in FILES]})
         return
-    print(f"wrote {' and '.join(str(folder / name) for name in FILES)}")
-    print(f"next: {command_line('train', folder / 'recipe.yaml')}")
+    say(f"wrote {' and '.join(str(folder / name) for name in FILES)}")
+    say(f"next: {command_line('train', folder / 'recipe.yaml')}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from counterpoise.cli.method_list import method_list, summaries
-from counterpoise.cli.show import Json, print_json
+from counterpoise.cli.show import Json, print_json, say
 
 
 def methods(
@@ -19,7 +19,7 @@ def methods(
     Example: `counterpoise methods dfpo_min`
     """
     if name is None and not json_:
-        print(method_list(summaries()))
+        say(*method_list(summaries()).splitlines())
         return
     import counterpoise as cp
     from counterpoise.errors import nearest
@@ -30,7 +30,7 @@ def methods(
     if json_:
         print_json(known if name is None else known[name])
     elif name is not None:
-        print(one_method(name, known[name]))
+        say(*one_method(name, known[name]).splitlines())
 
 
 def one_method(name: str, info: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
 
 
 def probe(
@@ -61,10 +61,10 @@ def probe(
         print_json(summary)
         return
     rest = f", {summary['num_prompts']} prompts" if "num_prompts" in summary else ""
-    print(f"{name} of {run}, batch {summary.get('batch', summary.get('batches'))}{rest}")
+    say(f"{name} of {run}, batch {summary.get('batch', summary.get('batches'))}{rest}")
     for line in lines_of(summary["numbers"]):
-        print(line)
-    print(
+        say(line)
+    say(
         f"raw data and figure: {summary['folder']}"
         if "no_figure" not in summary
         else f"raw data: {summary['folder']} (no figure: {summary['no_figure']})"
@@ -73,14 +73,14 @@ def probe(
 
 def settings_of(texts: list[str]) -> dict[str, Any]:
     """``["pairs=100"]`` -> ``{"pairs": 100}``."""
-    import yaml
+    from counterpoise.text import load_yaml
 
     out = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ValueError(f"--set {text!r}: expected name=value, for example --set pairs=100.")
-        out[key] = yaml.safe_load(value)
+        out[key] = load_yaml(value, f"--set {text!r}")
     return out
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, waiting
+from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
 
 
 def replay(
@@ -40,7 +40,7 @@ def replay(
     if json_:
         print_json(summary)
         return
-    print(f"batch {batch} of {run} under {len(method)} methods")
+    say(f"batch {batch} of {run} under {len(method)} methods")
     for line in lines_of(summary["numbers"]):
-        print(line)
-    print(f"raw data, one row per token, and figure: {summary['folder']}")
+        say(line)
+    say(f"raw data, one row per token, and figure: {summary['folder']}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, command_line, print_json, waiting
+from counterpoise.cli.show import Json, command_line, print_json, say, waiting
 
 
 def report(
@@ -32,7 +32,6 @@ def report(
     Example: `counterpoise report runs/demo`
     """
     from counterpoise.report.page import write_report
-    from counterpoise.text import visible
 
     with waiting("writing the report"):
         path, result = write_report(runs, out, batch=batch)
@@ -40,7 +39,7 @@ def report(
         print_json({"page": str(path), "problems": result.problems, "absent": result.absent})
         return
     for problem in result.problems:
-        print(f"missing: {visible(problem)}")
-    print(f"Open {visible(path)}")
+        say(f"missing: {problem}")
+    say(f"Open {path}")
     if len(runs) == 1:
-        print(visible(f"See its tokens: {command_line('view', runs[0])}"))
+        say(f"See its tokens: {command_line('view', runs[0])}")

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from counterpoise.errors import nearest
+from counterpoise.text import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Trust = Annotated[
@@ -66,6 +67,14 @@ def check_run(path: str | Path) -> None:
         raise ValueError(f"no such run: {path}.{hint}")
 
 
+def say(*lines: object, file: TextIO | None = None) -> None:
+    """Lines for a person, on stdout by default; text from a folder or a file cannot steer the
+    terminal.
+    """
+    for line in lines or ("",):
+        print(visible(line), file=file, flush=True)
+
+
 def print_json(value: object) -> None:
     """One JSON object on stdout."""
     print(json.dumps(value, indent=1, default=str))
@@ -76,8 +85,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from counterpoise.text import visible
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for at, name in enumerate(head):
@@ -95,5 +102,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 def waiting(text: str) -> AbstractContextManager[object]:
     """A spinner on stderr while the block works; nothing where stderr is not a terminal."""
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(stderr=True).status(text)
+    return Console(stderr=True).status(Text(visible(text)))

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from counterpoise.cli.show import Json, print_json
+from counterpoise.cli.show import Json, print_json, say
 
 SPREAD = ("--methods", "--seeds")  # options that take several words: --seeds 0 1 2
 POLL_S = 0.5
@@ -67,7 +67,7 @@ def sweep(
     planned = plan_jobs(recipe, methods, seeds, set_ or [], folder)
     waiting = [job for job in planned if not is_finished(job)]
     if len(waiting) < len(planned):
-        print(f"{len(planned) - len(waiting)} of {len(planned)} runs are finished", file=sys.stderr)
+        say(f"{len(planned) - len(waiting)} of {len(planned)} runs are finished", file=sys.stderr)
     codes = run_jobs(waiting, planned, recipe, jobs)
     finished = [job.run_dir for job in planned if is_finished(job)]
     failures = {
@@ -183,7 +183,7 @@ def run_jobs(waiting: list[Job], planned: list[Job], recipe: str, at_once: int) 
                 codes |= reap(running)
                 show(len(planned) - len(queue) - len(running), codes)
         except KeyboardInterrupt:
-            print("stopping the runs after their batch; Ctrl-C again ends them", file=sys.stderr)
+            say("stopping the runs after their batch; Ctrl-C again ends them", file=sys.stderr)
             for process in running.values():
                 process.send_signal(signal.SIGINT)
             for job, process in running.items():
@@ -254,23 +254,21 @@ def progress(planned: list[Job]) -> Iterator:
                 told.add(run_dir)
                 word = "ended" if codes[run_dir] == 0 else f"failed (exit code {codes[run_dir]})"
                 if not console.is_terminal:
-                    print(f"{text}: {run_dir} {word}", file=sys.stderr, flush=True)
+                    say(f"{text}: {run_dir} {word}", file=sys.stderr)
 
         yield show
 
 
 def show_result(finished: list[Path], failures: dict[Path, str]) -> None:
     """The comparison of the runs that are finished, then what failed and why."""
-    from counterpoise.text import visible
-
     if finished and importlib.util.find_spec("plotly") is None:
-        print("the comparison needs more packages: pip install 'counterpoise[report]'")
+        say("the comparison needs more packages: pip install 'counterpoise[report]'")
     elif finished:
         from counterpoise.cli.compare import compare
 
         compare(finished)
     for run_dir, line in failures.items():
-        print(visible(f"failed: {run_dir}: {line}"), file=sys.stderr)
+        say(f"failed: {run_dir}: {line}", file=sys.stderr)
 
 
 def last_line(log: Path) -> str:

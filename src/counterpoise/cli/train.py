@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, command_line, import_from, print_json
-from counterpoise.text import visible
+from counterpoise.cli.show import Json, command_line, import_from, print_json, say
 
 if TYPE_CHECKING:
     from counterpoise.trainer.config import Config
@@ -58,7 +57,7 @@ def train(
     if json_:
         print_json(result._asdict())
     else:
-        print(visible(summary(result, ["train", config, *_repeated(set_)]), keep="\n"))
+        say(*summary(result, ["train", config, *_repeated(set_)]).splitlines())
     if not result.is_finished:
         sys.exit(INTERRUPTED)
 

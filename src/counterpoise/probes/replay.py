@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-import yaml
 from scipy.stats import spearmanr
 
 from counterpoise.catalogue.method import Method
@@ -27,6 +26,7 @@ from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import try_update
 from counterpoise.run.files import inside, write_table
+from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import measure_columns
 from counterpoise.types import Credit, TokenBatch
 
@@ -106,7 +106,7 @@ def folder_name(specs: list[str]) -> str:
 
 def named_method(spec: str) -> tuple[str, Method]:
     """``dapo`` or ``{name: dapo, plan: query_preserved}``, with the text as its label."""
-    axes: Any = yaml.safe_load(spec)
+    axes: Any = load_yaml(spec, f"--method {spec!r}")
     if isinstance(axes, str):
         axes = {"name": axes}
     if not isinstance(axes, dict) or not isinstance(axes.get("name"), str):

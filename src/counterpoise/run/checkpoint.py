@@ -6,24 +6,25 @@ under another name, synced, renamed."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from counterpoise.errors import ConfigError
-from counterpoise.run.files import batch_file, batch_of, write_folder, write_json
-from counterpoise.run.read import checkpoints
+from counterpoise.errors import ConfigError, nearest
+from counterpoise.run.files import batch_file, batch_of, remove_folder, write_folder, write_json
+from counterpoise.run.read import checkpoints, read_mapping
 from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.text import visible
 
 if TYPE_CHECKING:
     from counterpoise.policy import Policy
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
+COUNTS = ("batch_number", "num_prompts", "num_updates", "num_tokens", "num_grader_failures")
 
 
 class LoopState(NamedTuple):
@@ -36,6 +37,7 @@ class LoopState(NamedTuple):
     num_grader_failures: int = 0
     method: dict[str, Any] | None = None
     ledger: dict[str, Any] | None = None
+    sampler: str | None = None
 
 
 def save(
@@ -51,6 +53,7 @@ def save(
     ``keep_every`` stay).
     """
     path = batch_file(run_dir, "checkpoints", state.batch_number, "")
+    check_finite(path, policy.model)
 
     def fill(folder: Path) -> None:
         policy.model.save_pretrained(folder)
@@ -63,29 +66,62 @@ def save(
 
     try:
         write_folder(path, fill)
-    except OSError as error:
+    except Exception as error:  # a full disk is another error in torch, safetensors, tokenizers
         raise OSError(
-            f"checkpoint {path} could not be written ({error}). The last good checkpoint is kept;"
-            " free some space."
+            f"checkpoint {path} could not be written ({_one_line(error)}). The last good checkpoint"
+            " is kept; free some space and --resume."
         ) from error
     for stale in checkpoints(run_dir)[:-keep]:
         if not (keep_every and batch_of(stale) % keep_every == 0):
-            shutil.rmtree(stale)
+            remove_folder(stale)
     return path
+
+
+def check_finite(path: Path, model: torch.nn.Module) -> None:
+    """Weights that are not finite are an error, so that they never replace a good checkpoint."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not bool(torch.isfinite(weight).all()):
+            raise ValueError(
+                f"checkpoint {path}: the weights have diverged ({name} is not finite). It was not"
+                " written and the last good checkpoint is kept. Train with a lower optimizer.lr."
+            )
 
 
 def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
     """Load weights, optimizer and RNG in place; returns the loop's state."""
-    state = json.loads((path / "state.json").read_text())
-    if state.pop("schema_version") != SCHEMA_VERSION:
+    state = read_state(path / "state.json")
+    try:
+        load_weights(path, model)
+        tensors = load_file(path / "optimizer.safetensors")
+        torch.set_rng_state(tensors.pop("torch_rng"))
+        load_optimizer(optimizer, tensors)
+    except (OSError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         raise ConfigError(
-            f"{path}: written by another version of counterpoise (schema {SCHEMA_VERSION} is"
-            " expected)."
+            f"{path}: the checkpoint cannot be read ({_one_line(error)}). Remove it to go on from"
+            " an earlier one, or start again with --fresh."
+        ) from error
+    return state
+
+
+def read_state(file: Path) -> LoopState:
+    """The loop's state of a checkpoint; unknown or missing keys and wrong types are an error."""
+    state = read_mapping(file)
+    version = state.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{file}: schema version {version}, expected {SCHEMA_VERSION}. It is damaged, or of"
+            " another version of counterpoise."
         )
-    load_weights(path, model)
-    tensors = load_file(path / "optimizer.safetensors")
-    torch.set_rng_state(tensors.pop("torch_rng"))
-    load_optimizer(optimizer, tensors)
+    for key in state:
+        if key not in LoopState._fields:
+            raise ConfigError(f"{file}: unknown key {key!r}. {nearest(key, LoopState._fields)}")
+    for key in COUNTS:
+        value = state.get(key)
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{file}: {key} must be a whole number from 0 on, got {value!r}.")
+    for key in ("method", "ledger"):
+        if not isinstance(state.get(key), dict | None):
+            raise ConfigError(f"{file}: {key} must be a mapping or null, got {state[key]!r}.")
     return LoopState(**state)
 
 
@@ -129,6 +165,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
             where = {
                 key: p.device if key != "step" or is_fused else "cpu" for key in ADAM
             }  # a fused step counts on the device
+            if tensors[f"{k}.exp_avg"].shape != p.shape:
+                raise KeyError(f"{k}.exp_avg: its shape is not that of the parameter")
             optimizer.state[p] = {key: tensors[f"{k}.{key}"].to(where[key]).clone() for key in ADAM}
         else:
             optimizer.state.pop(p, None)
+
+
+def _one_line(error: Exception) -> str:
+    return visible(" ".join(str(error).split()) or type(error).__name__)

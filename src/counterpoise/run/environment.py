@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -63,6 +64,29 @@ def source_commit() -> str | None:
 
     is_tracked = git("ls-files", "--error-unmatch", file.name).returncode == 0
     return git("rev-parse", "HEAD").stdout.strip() if is_tracked else None
+
+
+def cache_folder(name: str) -> Path:
+    """A folder for what is built or converted once: below ``COUNTERPOISE_CACHE``, by default
+    ``~/.cache/counterpoise``.
+    """
+    root = os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise"
+    return Path(root).expanduser() / name
+
+
+def why_not_private(*paths: Path) -> str | None:
+    """Why others could have put something else there: another owner, or a mode that lets anybody
+    write. None where nobody could, and on systems without owners.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    for path in paths:
+        facts = path.stat()
+        if facts.st_uid not in (os.getuid(), 0):
+            return f"{path} belongs to another user (id {facts.st_uid})"
+        if facts.st_mode & 0o002:
+            return f"anybody may write to {path} (chmod o-w {path})"
+    return None
 
 
 def _version(package: str) -> str | None:

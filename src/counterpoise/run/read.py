@@ -17,12 +17,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
 from counterpoise.run.files import batch_of
 from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION
 from counterpoise.stage import SUCCESS
-from counterpoise.text import visible
+from counterpoise.text import load_yaml, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -346,8 +344,8 @@ def _read_yaml(file: Path, problems: list[str]) -> object:
         problems.append(f"{file.name} is larger than {MAX_CONFIG_BYTES} bytes; it is left out.")
         return None
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return load_yaml(file.read_bytes(), file.name)
+    except (OSError, ValueError) as error:
         problems.append(f"{file.name} {_left_out(error)}")
         return None
 

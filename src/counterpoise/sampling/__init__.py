@@ -3,5 +3,6 @@
 from counterpoise.sampling.branch import branch
 from counterpoise.sampling.policy import sample_from
 from counterpoise.sampling.sample import SAMPLED, Rollouts, sample
+from counterpoise.sampling.which import sampler_of
 
-__all__ = ["SAMPLED", "Rollouts", "branch", "sample", "sample_from"]
+__all__ = ["SAMPLED", "Rollouts", "branch", "sample", "sample_from", "sampler_of"]

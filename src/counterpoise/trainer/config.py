@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from counterpoise.errors import ConfigError, is_import_path, nearest
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS
 from counterpoise.stage import SUCCESS
+from counterpoise.text import load_yaml
 
 
 class Section(BaseModel):
@@ -216,10 +216,7 @@ def load_config(
             code by import path is an error, unless an override replaces it.
     """
     file = recipe_file(path)
-    try:
-        raw = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    raw = load_yaml(file.read_bytes(), f"config: {path}")
     if not isinstance(raw, dict):
         raise ConfigError(f"config: {path} must be a mapping of keys, got {type(raw).__name__}.")
     foreign = {} if trust else import_paths(raw)
@@ -294,11 +291,11 @@ def _override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {text!r}: {key!r} is {child!r}, not a mapping.")
         node = child
-    node[last] = _value(value)
+    node[last] = _value(value, f"--set {text!r}")
 
 
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
+def _value(text: str, where: str) -> Any:
+    value = load_yaml(text, where)
     if isinstance(value, str):
         try:  # YAML 1.1 reads 1e-5 as a string
             return float(value)

@@ -21,16 +21,16 @@ from counterpoise.policy.load import quiet
 from counterpoise.policy.precision import autocast
 from counterpoise.run import checkpoint, own, write
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.read import checkpoints, read_jsonl
+from counterpoise.run.read import read_jsonl
 from counterpoise.tasks import Task
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
-from counterpoise.trainer.config import Config
+from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics
 from counterpoise.trainer.progress import Clock, Progress
-from counterpoise.trainer.resume import Changes, changed_settings
+from counterpoise.trainer.resume import Changes, changed_settings, continue_run, with_sampler
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import (
     Update,
@@ -146,6 +146,7 @@ def train_policy(
             state = advance(
                 state, collected, sampler.num_prompts, credit.state, updates, ledger.state
             )
+            state = with_sampler(state, policy)
             num_flat = flat_batches(num_flat, collected, credit)
             metrics = {
                 "batch": batch_number,
@@ -216,7 +217,14 @@ def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
 def device_of(config: Config) -> torch.device:
     """The device of the recipe; ``auto`` takes CUDA where there is one."""
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(automatic if config.device == "auto" else config.device)
+    name = automatic if config.device == "auto" else config.device
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["unknown"])[0]
+        raise ConfigError(
+            f"device: {name!r} cannot be used here ({reason}). Set device to auto or cpu."
+        ) from None
 
 
 def start_run(run_dir: Path, config: Config, method: Method, policy: Policy) -> LoopState:
@@ -237,21 +245,6 @@ def last_number(run_dir: Path, key: str) -> int:
     """A whole number of the last batch in ``metrics.jsonl``; 0 in a new run."""
     rows = read_jsonl(run_dir / "metrics.jsonl")
     return int(rows[-1].get(key, 0)) if rows else 0
-
-
-def continue_run(
-    run_dir: Path,
-    config: Config,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    changes: Changes,
-) -> LoopState:
-    """The state of the last checkpoint, everything after it forgotten, changes written down."""
-    state = checkpoint.restore(checkpoints(run_dir)[-1], policy.model, optimizer)
-    write.rewind(run_dir, state.batch_number)
-    if changes:
-        write.write_changes(run_dir, state.batch_number, changes, config.model_dump(mode="json"))
-    return state
 
 
 def ledger_recording(config: Config, policy: Policy) -> Recording:
@@ -291,6 +284,7 @@ def advance(
         num_grader_failures=state.num_grader_failures + collected.num_grader_failures,
         method=method_state,
         ledger=ledger_state,
+        sampler=state.sampler,
     )
 
 

@@ -1,16 +1,24 @@
-"""What may change when a run is resumed: nothing that changes the experiment."""
+"""A run goes on from its last checkpoint; nothing that changes the experiment may be other then."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from counterpoise.errors import ConfigError
+from counterpoise.policy import Policy
+from counterpoise.run import checkpoint, write
+from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
 from counterpoise.run.read import checkpoints
+from counterpoise.sampling import sampler_of
 from counterpoise.trainer.config import Config, load_config
 
+log = logging.getLogger("counterpoise.trainer")
 Changes = dict[str, tuple[Any, Any]]  # key -> (what the run has, what was asked for)
 # how long the run is, what is observed and what is kept; all other keys are the experiment
 FREE = frozenset(
@@ -41,6 +49,37 @@ def changed_settings(run_dir: Path, config: Config) -> Changes:
             " run with --set run_dir=..."
         )
     return {key: pair for key, pair in changes.items() if key != "run_dir"}
+
+
+def continue_run(
+    run_dir: Path,
+    config: Config,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    changes: Changes,
+) -> LoopState:
+    """The state of the last checkpoint, everything after it forgotten, changes written down."""
+    state = checkpoint.restore(checkpoints(run_dir)[-1], policy.model, optimizer)
+    write.rewind(run_dir, state.batch_number)
+    if changes:
+        write.write_changes(run_dir, state.batch_number, changes, config.model_dump(mode="json"))
+    return state
+
+
+def with_sampler(state: LoopState, policy: Policy) -> LoopState:
+    """The state with the sampler of its last batch; another one than before is said, since the
+    bits of a run depend on it.
+    """
+    sampler = sampler_of(policy.model)
+    if state.sampler not in (None, sampler):
+        log.warning(
+            "--resume: batch %d was sampled by %r, the batches before by %r: the same up to"
+            " rounding, no longer bit for bit.",
+            state.batch_number - 1,
+            sampler,
+            state.sampler,
+        )
+    return state._replace(sampler=sampler)
 
 
 def differences(stored: Mapping[str, Any], given: Mapping[str, Any], under: str = "") -> Changes:

@@ -11,11 +11,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from trl.trainer.grpo_config import GRPOConfig
 
 from counterpoise.hosts.trl.method import Setup, setup
 from counterpoise.ledger.measures.classes import check_axes
+from counterpoise.text import load_yaml
 
 # settings of TRL that speak of the loss, and of the advantage: a method brings its own
 LOSS_FIELDS = (
@@ -174,12 +174,7 @@ def _mapping(name: str, value: dict[str, Any] | str | None, may_be_name: bool = 
     """A mapping from the command line's string; for a plan also a bare name."""
     if not isinstance(value, str):
         return value
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(
-            f"{name}: not JSON or YAML: {value!r} ({str(error).splitlines()[0]})."
-        ) from None
+    parsed = load_yaml(value, f"{name}: {value!r}")
     if isinstance(parsed, dict) or (may_be_name and isinstance(parsed, str)):
         return parsed
     raise ValueError(

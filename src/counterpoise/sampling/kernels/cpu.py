@@ -15,6 +15,7 @@ Axes: B slots, R slots of a call, L cache slots, D hidden size, V vocabulary, N 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.run.environment import cache_folder, why_not_private
 from counterpoise.sampling.decoder import Layer, Shape, Weights
 from counterpoise.sampling.decoder import decode as plain_decode
 
@@ -120,22 +122,41 @@ def library() -> Any:
     return None
 
 
+def build_name() -> str:
+    """The name of the loaded build: a hash of the source, the compiler, its flags and the
+    processor.
+    """
+    return Path(library()._name).stem
+
+
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """The shared library in the cache; a build has a folder of its own until it is whole, since
-    others may build at the same time.
+    others may build at the same time. A cache that others can write to is left aside.
     """
-    cache = (
-        Path(os.environ.get("COUNTERPOISE_CACHE") or "~/.cache/counterpoise").expanduser()
-        / "kernels"
-    )
-    path = cache / f"kernels-{_key(compiler, flags)}.so"
+    cache, name = cache_folder("kernels"), f"kernels-{_key(compiler, flags)}.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    path = cache / name
+    reason = why_not_private(cache.parent, cache, *([path] if path.is_file() else []))
+    if reason:
+        log.warning("rollouts: %s: the kernels in it are not loaded but built anew.", reason)
+        return _compile(compiler, flags, _private_folder() / name)
     if not path.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            whole = Path(folder, path.name)
-            _call(compiler, *flags, "-shared", str(SOURCE), "-o", str(whole), "-lm")
-            os.replace(whole, path)
+            os.replace(_compile(compiler, flags, Path(folder, name)), path)
     return path
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> Path:
+    _call(compiler, *flags, "-shared", str(SOURCE), "-o", str(path), "-lm")
+    return path
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """A folder of this process alone, removed at its end."""
+    folder = tempfile.TemporaryDirectory(prefix="counterpoise-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
@@ -163,7 +184,8 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _call(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    # no time limit: whether a run samples in C must not depend on how busy the machine is
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:

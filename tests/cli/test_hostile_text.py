@@ -1,0 +1,117 @@
+"""Text of folders and files cannot steer the terminal, and YAML of others stays small."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoise.cli import dispatch
+from counterpoise.run.read import open_run
+from counterpoise.text import load_yaml
+from counterpoise.trainer.config import ConfigError, load_config
+from helpers.probe_run import small_run
+
+CLI = Path(__file__).parents[2] / "src" / "counterpoise" / "cli"
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 10)
+)
+HOSTILE = "ru\x1b[31mn\nfake line[/bold]\u202e"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose folder has a hostile name, and whose ledger has hostile categories."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = small_run(tmp_path_factory.mktemp("hostile") / "run", num_batches=1)
+    file = path / "tokens" / "batch_000000.parquet"
+    table = pq.read_table(file)
+    names = pa.array([HOSTILE] * len(table))
+    table = table.set_column(table.schema.get_field_index("category"), "category", names)
+    pq.write_table(table, file)
+    return Path(shutil.move(path, path.with_name(HOSTILE.replace("/", ""))))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["eval", "--prompts", "2", "--trust"],
+        ["probe", "--probe", "flips"],
+        ["replay", "--batch", "0", "--method", "dapo", "--trust"],
+        ["audit"],
+        ["report"],
+        ["compare", "--no-page"],
+        ["replay", "--batch", "7", "--method", "dapo"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_no_command_prints_an_escape(args: list[str], run: Path, capsys):
+    with pytest.raises(SystemExit):
+        dispatch([args[0], str(run), *args[1:]])
+    shown = "".join(capsys.readouterr())
+    assert shown and "\x1b" not in shown and "\u202e" not in shown
+    assert not any(line.startswith("fake line") for line in shown.splitlines())
+
+
+def test_commands_print_through_one_function():
+    """``say``, ``print_table`` and ``print_json`` of cli/show.py make what they print visible."""
+    bare = [
+        f"{file.name}:{node.lineno}"
+        for file in sorted(CLI.glob("*.py"))
+        if file.name not in ("show.py", "__init__.py", "view.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 20 aliases"),
+        ("a: &a [*a]", "an alias stands inside what it names"),
+        ("[" * 5000, "more than 20 aliases or 100 levels"),
+        (b"\xff\xfe\x00", "is not YAML"),
+        ("!!bool x", "is not YAML"),
+        ("!!int ''", "is not YAML"),
+        ("a: 2020-99-99", "is not YAML"),
+        ("!!python/object/apply:os.system [touch x]", "is not YAML"),
+        ("1" * 5000, "is not YAML"),
+    ],
+    ids=range(9),
+)
+def test_yaml_that_cannot_be_used_is_one_line(text, message, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message) as error:
+        load_yaml(text, "recipe")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "r.yaml")
+
+
+def test_anchors_and_merges_of_a_plain_recipe_work():
+    text = "base: &base {a: 1}\nother: {<<: *base, b: 2}\n"
+    assert load_yaml(text, "recipe")["other"] == {"a": 1, "b": 2}
+
+
+def test_a_bomb_in_a_run_folder_is_left_out_with_little_memory(run: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    (folder / "config.yaml").write_text(BOMB)
+    assert "aliases" in " ".join(open_run(folder).problems)
+    limit = 4 << 30  # of addresses, most of which are never touched
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    code = f"import counterpoise as cp; print(len(str(cp.load_run({str(folder)!r}).config)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=bound, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr
