@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from counterpoise.probes.audit import read_batch
 from counterpoise.report.page import content, render
 from counterpoise.run.importers.convert import import_run
 from counterpoise.run.read import open_run
@@ -281,6 +282,8 @@ def test_credit_that_is_not_in_a_dump_is_absent_and_not_uniform(tmp_path, kind):
     assert page.problems == [] and "credit" not in [c.chart.name for c in page.cards["credit"]]
     assert "uniform credit" not in render(page)
     assert "advantage, sampler_logp, trainer_logp, entropy, ratio, credit" in render(page)
+    (rollouts,) = (out / "rollouts").iterdir()
+    assert read_batch(rollouts, None)[1] is None
     info = batch_info(open_batch(open_run(out), 4 if kind == "trl" else 7))
     shown = {c["name"] for c in info["columns"] if c["kind"] != "none"}
     assert not {"credit", "weight"} & shown

@@ -90,3 +90,42 @@ def test_verls_own_trainer_with_one_output_is_not_refused(queue_of):
 def test_token_credit_of_several_outputs_is_refused(name, queue_of):
     with pytest.raises(ValueError, match="gave more than one trajectory"):
         advantages(CreditSync, config(f"counterpoise/{name}"), several_outputs(), queue_of)
+
+
+METHODS = ["ktae", "gtpo", "fade", "ar", "ntf_whitened", "grpo", "dapo", "rloo"]
+
+
+def without_tokens(rows, *which):
+    for k in which:
+        rows[k].fields["response_mask"] = torch.zeros_like(rows[k].fields["response_mask"])
+    return rows
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rollouts_without_a_model_token_do_not_end_the_run(name, queue_of):
+    """One in a prompt, all but one of a prompt, all of a prompt: credit 0, and the others go on."""
+    rows = without_tokens(rollouts(seed=1), 0, 5, 6, 7, 8, 9, 10, 11)
+    got = advantages(CreditSync, config(f"counterpoise/{name}"), rows, queue_of)
+    assert got.isfinite().all() and (got[[0, 5, 6, 7, 8, 9, 10, 11]] == 0).all()
+    assert got[1:4].abs().sum() > 0 and got[12:].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_without_a_model_token_gets_no_credit(name, queue_of):
+    rows = without_tokens(rollouts(seed=1), *range(16))
+    got = advantages(CreditSync, config(f"counterpoise/{name}"), rows, queue_of)
+    assert (got == 0).all()
+
+
+@pytest.mark.parametrize("name", ["ktae", "ar", "fade"])
+def test_numbers_outside_the_mask_are_not_read(name, queue_of):
+    """Tool replies: engines give them any log-prob."""
+    made, rows = config(f"counterpoise/{name}"), rollouts(seed=1, longest=7)
+    for row in rows:
+        row.fields["response_mask"][1] = len(row.fields["responses"]) < 3
+    plain = advantages(CreditSync, made, rows, queue_of)
+    for row in rows:
+        for field in ("rollout_log_probs", "old_log_probs", "entropy", "ref_log_prob"):
+            row.fields[field][row.fields["response_mask"] == 0] = float("nan")
+    assert torch.equal(advantages(CreditSync, made, rows, queue_of), plain)
+    assert plain.abs().sum() > 0

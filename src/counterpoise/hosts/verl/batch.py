@@ -13,6 +13,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
+from counterpoise.errors import nearest
 from counterpoise.hosts.verl.plan import Rollouts, rollouts
 
 # column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where
@@ -42,7 +43,35 @@ def token_columns(batch: KVBatchMeta) -> dict[str, Tensor]:
     return columns
 
 
-def graded_rollouts(batch: KVBatchMeta) -> Rollouts:
+def named_successes(batch: KVBatchMeta, keys: list[str], name: str | None) -> Tensor | None:
+    """Which rollouts the reward function called right: its value ``name`` is above 0; None without
+    a name. It is a field of the queue, or stands in ``reward_extra_info``.
+    """
+    if name is None:
+        return None
+    fields = tq.kv_batch_get(
+        keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields", name]
+    )
+    own, extra = fields.get(name, None), fields.get("extra_fields", None)
+    if own is not None:
+        return torch.tensor([float(value) > 0 for value in _values(own)])
+    infos = [(one.get("reward_extra_info") or {}) for one in _values(extra)]
+    infos = infos or [{} for _ in keys]
+    lacking = next((key for key, info in zip(keys, infos) if info.get(name) is None), None)
+    if lacking is not None:
+        raise ValueError(
+            f"algorithm.counterpoise.success={name}: the reward function gave rollout {lacking} no"
+            f" value of that name. {nearest(name, infos[keys.index(lacking)])}"
+        )
+    return torch.tensor([float(info[name]) > 0 for info in infos])
+
+
+def _values(column: Any) -> list[Any]:
+    """A column of plain values, in any of the forms that the queue has for one."""
+    return column.tolist() if hasattr(column, "tolist") else list(column or [])
+
+
+def graded_rollouts(batch: KVBatchMeta, success_key: str | None = None) -> Rollouts:
     """What a plan looks at, without verl's fillers."""
     length = {
         key: tag["response_len"] for key, tag in zip(batch.keys, batch.tags) if not is_filler(tag)
@@ -52,7 +81,8 @@ def graded_rollouts(batch: KVBatchMeta) -> Rollouts:
     data = tq.kv_batch_get(
         keys=keys, partition_id=batch.partition_id, select_fields=["rm_scores"]
     ).to_padded_tensor()
-    return rollouts(keys, data["rm_scores"].sum(-1).float(), torch.tensor(list(length.values())))
+    reward_N, length_N = data["rm_scores"].sum(-1).float(), torch.tensor(list(length.values()))
+    return rollouts(keys, reward_N, length_N, named_successes(batch, keys, success_key))
 
 
 def leave_out(batch: KVBatchMeta, keys: set[str], eos_token_id: int) -> KVBatchMeta:

@@ -61,7 +61,7 @@ def check_config(config: DictConfig, mode: str) -> tuple[Setup | None, Setup | N
     """
     name, settings = str(config.algorithm.adv_estimator), settings_of(config.algorithm)
     is_ours = name.startswith(PREFIX)
-    extra = sorted(set(settings) - {"plan", "seed"})
+    extra = sorted(set(settings) - {"plan", "seed", "success"})
     if not is_ours and extra:
         raise ValueError(
             f"algorithm.counterpoise.{extra[0]} needs an estimator of counterpoise, got"

@@ -50,6 +50,7 @@ class Loan:
         columns: columns of a TokenBatch, [N, T] each; ``mask_NT`` is the mask before any rollout
             was rejected. Empty for methods that read rewards alone.
         last_N: for each row, the row of its session's last output, which stands for the session.
+        success_N: which rows the reward function called right; None leaves it to the threshold.
         state: the method's state after the last batch.
         batch_number: verl's global step, from which random draws are derived.
         credit: filled by the estimator.
@@ -57,6 +58,7 @@ class Loan:
 
     columns: dict[str, Tensor]
     last_N: Tensor
+    success_N: Tensor | None = None
     state: dict[str, Any] | None = None
     batch_number: int = 0
     credit: Credit | None = None
@@ -114,15 +116,28 @@ def credit(
     reward_N = token_level_rewards.sum(-1)
     last_N = loan.last_N if loan else torch.arange(len(uid_N))
     columns = loan.columns if loan and not setup.method.reads_rewards_only else _one_token(reward_N)
-    row_R = (~_is_filler(uid_N, response_mask) & (last_N == torch.arange(len(uid_N)))).nonzero()
-    row_R = row_R.flatten()
-    row_R = row_R[columns["mask_NT"][row_R].any(1)]
+    is_rollout_N = ~_is_filler(uid_N, response_mask) & (last_N == torch.arange(len(uid_N)))
+    row_R = _live_rows(setup, is_rollout_N, columns["mask_NT"].any(1).cpu(), group_N.cpu())
+    if not len(row_R):
+        return torch.zeros_like(token_level_rewards)
     out, credit_RT = _assign(setup, loan, columns, reward_N, group_N, row_R)
     if loan is not None:
         loan.credit = out
     credit_NT = torch.zeros(response_mask.shape, dtype=credit_RT.dtype, device=response_mask.device)
     credit_NT[row_R] = credit_RT.expand(-1, response_mask.shape[1])
     return credit_NT[last_N] * response_mask
+
+
+def _live_rows(setup: Setup, is_rollout_N: Tensor, has_tokens_N: Tensor, group_N: Tensor) -> Tensor:
+    """The rollouts that count: those with a model token, and without those whose siblings all have
+    none, where rollouts of a prompt are compared.
+    """
+    is_live_N = is_rollout_N & has_tokens_N
+    sampled_G = group_N[is_rollout_N].bincount(minlength=len(group_N))
+    live_G = group_N[is_live_N].bincount(minlength=len(group_N))
+    if setup.method.needs_groups:
+        is_live_N &= ~((sampled_G > 1) & (live_G == 1))[group_N]
+    return is_live_N.nonzero().flatten()
 
 
 def _is_filler(uid_N: np.ndarray, response_mask: Tensor) -> Tensor:
@@ -188,7 +203,13 @@ def _assign(
     together: dict[str, Any] = {
         name: value[row_R].gather(1, order_RT) for name, value in columns.items()
     }
-    batch = TokenBatch(group_N=group_N[row_R], reward_N=reward_N[row_R], **together)
+    success_N = loan.success_N if loan else None
+    batch = TokenBatch(
+        group_N=group_N[row_R],
+        reward_N=reward_N[row_R],
+        success_N=None if success_N is None else success_N[row_R],
+        **together,
+    )
     state, batch_number = (loan.state, loan.batch_number) if loan else (None, 0)
     out = setup.method.assign(batch, state, seed=setup.seed, batch_number=batch_number)
     return out, torch.zeros_like(out.credit_NT).scatter(1, order_RT, out.credit_NT)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PREFIX = "counterpoise/"
 MODES = ("sync", "colocate_async", "separate_async")
-SETTINGS = ("advantage", "credit", "plan", "controller", "seed")
+SETTINGS = ("advantage", "credit", "plan", "controller", "seed", "success")
 ELSEWHERE = "Use counterpoise.hosts.trl or counterpoise train."
 # columns that verl's queue holds after it has scored the rollouts
 COLUMNS = frozenset({"entropy_NT", "trainer_logp_NT", "ref_logp_NT"})
@@ -47,11 +47,14 @@ class Setup(NamedTuple):
             ``actor.policy_loss.loss_mode`` and ``actor.loss_agg_mode``.
         has_own_plan: the method's plan chooses the rows of each update, not verl's order.
         seed: of plans and of rules that draw at random.
+        success_key: the value of the reward function that decides success; None leaves it to the
+            threshold.
     """
 
     method: Method
     has_own_plan: bool
     seed: int
+    success_key: str | None = None
 
 
 def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
@@ -75,11 +78,14 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     seed = settings.pop("seed", 0)
     if not isinstance(seed, int):
         raise ValueError(f"algorithm.counterpoise.seed must be an integer, got {seed!r}.")
-    method = cp.method(name, **settings)
+    success = settings.pop("success", None)
+    key = success if isinstance(success, str) else None
+    threshold = None if isinstance(success, str) else success
+    method = cp.method(name, success=threshold, **settings)
     method.check_sampling("verl")
     refuse(_update_trouble(method))
     method = dataclasses.replace(method, terms=(reinforce,), reduction=per_token)
-    return Setup(method, not method.planner.has("shuffles_rows"), seed)
+    return Setup(method, not method.planner.has("shuffles_rows"), seed, key)
 
 
 def settings_of(config: DictConfig | AlgoConfig | dict[str, Any] | None) -> dict[str, Any]:
@@ -126,6 +132,12 @@ def estimator_trouble(setup: Setup) -> str | None:
     """Why verl's estimator alone cannot give this credit: it gets rewards and prompt ids, no
     tokens.
     """
+    if setup.success_key is not None:
+        return (
+            f"algorithm.counterpoise.success={setup.success_key} names a value of the reward"
+            " function, which verl does not hand to an estimator. Set"
+            f" trainer.v1.trainer_mode={PREFIX}sync, or give a threshold (success=1.0)."
+        )
     if setup.method.reads_rewards_only:
         return None
     return (

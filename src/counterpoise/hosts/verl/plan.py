@@ -30,7 +30,9 @@ class Rollouts(NamedTuple):
     batch: TokenBatch
 
 
-def rollouts(keys: list[str], reward_N: Tensor, length_N: Tensor) -> Rollouts:
+def rollouts(
+    keys: list[str], reward_N: Tensor, length_N: Tensor, success_N: Tensor | None = None
+) -> Rollouts:
     """Rollouts by prompt, prompts numbered in order of first appearance; the tokens are left out.
 
     >>> rollouts(["b_0_0", "a_0_0", "b_1_0"], torch.zeros(3), torch.ones(3)).batch.group_N.tolist()
@@ -46,6 +48,7 @@ def rollouts(keys: list[str], reward_N: Tensor, length_N: Tensor) -> Rollouts:
         group_N=torch.tensor([number[prompt] for prompt in prompts]),
         reward_N=reward_N,
         sampler_logp_NT=torch.zeros(()).expand(mask_NT.shape),
+        success_N=success_N,
     )
     return Rollouts(keys, batch)
 

@@ -44,6 +44,7 @@ from counterpoise.hosts.verl.batch import (
     is_filler,
     last_outputs,
     leave_out,
+    named_successes,
     token_columns,
 )
 from counterpoise.hosts.verl.estimators import Loan, lending
@@ -73,9 +74,13 @@ class CreditMixin(Host):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.credit_setup is None:
             return super()._compute_advantage(batch, metrics)
-        is_plain = self.credit_setup.method.reads_rewards_only
-        columns = {} if is_plain else token_columns(batch)
-        loan = Loan(columns, last_outputs(batch.keys), self.credit_state, self.global_steps)
+        loan = Loan(
+            {} if self.credit_setup.method.reads_rewards_only else token_columns(batch),
+            last_outputs(batch.keys),
+            named_successes(batch, batch.keys, self.credit_setup.success_key),
+            self.credit_state,
+            self.global_steps,
+        )
         with lending(loan):
             batch = super()._compute_advantage(batch, metrics)
         if loan.credit is not None:
@@ -93,7 +98,8 @@ class CreditMixin(Host):
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         if self.plan_setup is None:
             return batch
-        rollouts, size = graded_rollouts(batch), _update_size(self.config)
+        rollouts = graded_rollouts(batch, self.plan_setup.success_key)
+        size = _update_size(self.config)
         updates = plan.plan_updates(
             self.plan_setup, rollouts, len(batch) // size, self.global_steps
         )
