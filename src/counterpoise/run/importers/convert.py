@@ -120,6 +120,8 @@ def _rollout_columns(
     prompts: list[str | None],
     texts: list[list[str]] | None,
 ) -> Columns:
+    advantage_N = [row.advantage for row in rows]
+    has_advantage = any(value is not None for value in advantage_N)
     return {
         "batch": [batch] * len(rows),
         "rollout": list(range(len(rows))),
@@ -132,7 +134,7 @@ def _rollout_columns(
             for k, row in enumerate(rows)
         ],
         "reward": _floats(row.reward for row in rows),
-        "advantage": _floats(row.advantage for row in rows),
+        **({"advantage": _floats(advantage_N)} if has_advantage else {}),
         "stop_reason": [row.stop_reason for row in rows],
         "prompt_ids": [row.prompt_ids for row in rows],
         **{
