@@ -135,7 +135,9 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
         "checkpoint_every": 2,
     }
     whole = small(tmp_path, run_dir=str(tmp_path / "whole"), **more)
-    train(parse_config(whole))
+    # in a process of its own too: how many threads this one has, earlier tests decide
+    process = start(whole, "new")
+    assert process.wait() == 0, process.communicate()
     torn = small(tmp_path, run_dir=str(tmp_path / "torn"), **more)
     rng, mode, kills = random.Random(0), "new", 0
     while True:

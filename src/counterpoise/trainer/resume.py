@@ -67,13 +67,15 @@ def continue_run(
 
 
 def with_sampler(state: LoopState, policy: Policy) -> LoopState:
-    """The state with the sampler of its last batch; another one than before is said, since the
-    bits of a run depend on it.
+    """The state with the sampler of its last batch, on a CPU with the number of threads; another
+    one than before is said, since the bits of a run depend on both.
     """
     sampler = sampler_of(policy.model)
+    if policy.model.device.type == "cpu":
+        sampler += f", {torch.get_num_threads()} threads"
     if state.sampler not in (None, sampler):
         log.warning(
-            "--resume: batch %d was sampled by %r, the batches before by %r: the same up to"
+            "--resume: batch %d was computed by %r, the batches before by %r: the same up to"
             " rounding, no longer bit for bit.",
             state.batch_number - 1,
             sampler,
