@@ -15,6 +15,7 @@ FUZZERS = {
     "checkpoints": ("fuzz.folders:fuzz_checkpoints", 250),
     "dumps": ("fuzz.dumps:fuzz", 1200),
     "batches": ("fuzz.batches:fuzz", 2200),
+    "kill_points": ("fuzz.kill_points:fuzz", 600),
 }
 
 
