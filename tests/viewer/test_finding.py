@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from counterpoise.run.read import open_run, runs_below
+from counterpoise.run.find import runs_below
+from counterpoise.run.read import open_run
 from counterpoise.viewer.tokens import open_batch
 from helpers.browser_fixtures import NEEDS_CHROMIUM, browser, opened, page, served, settled
 

@@ -11,6 +11,10 @@ from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import SUCCESS
 from counterpoise.types import TokenBatch
 
+FIX = (
+    "Set success to the reward of a right answer (method.success or task.success in a recipe), or"
+    " name the reward that decides (success_reward inside TRL, success inside verl)."
+)
 # batches before a threshold is called wrong
 NUM_BATCHES = 5
 # distinct rewards that are remembered; more than two of them is what matters
@@ -78,7 +82,7 @@ def _one_sided(name: str, batch: TokenBatch, state: dict[str, Any]) -> str | Non
     return (
         f"method {name!r} tells successes from failures, and all {num_rollouts} rewards of"
         f" {state['num_batches']} batches are {side}: {_rule(batch)}, rewards {low:g} to {high:g}."
-        " Set method.success (or task.success) to the reward of a right answer."
+        f" {FIX}"
     )
 
 
@@ -89,8 +93,7 @@ def _many_valued(name: str, batch: TokenBatch, state: dict[str, Any]) -> str | N
     values = ", ".join(f"{value:g}" for value in state["rewards"])
     return (
         f"method {name!r} tells successes from failures, and rewards have more than two values"
-        f" ({values}): {_rule(batch)}, because nothing else was said. Set method.success (or"
-        " task.success) to the reward of a right answer."
+        f" ({values}): {_rule(batch)}, because nothing else was said. {FIX}"
     )
 
 

@@ -93,6 +93,22 @@ def _check_place(name: str) -> None:
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if is_path or ("/" in name and (path.parent.is_dir() or path.parts[0] == "runs")):
         check_run(path)
+    _check_host(path)
+
+
+def _check_host(run_dir: Path) -> None:
+    """A training inside TRL has no task of ours, and its models are TRL's."""
+    from counterpoise.run.read import read_mapping
+
+    if read_mapping(run_dir / "manifest.json").get("host") != "trl":
+        return
+    saved = [path for path in run_dir.parent.glob("checkpoint-*") if path.name[11:].isdigit()]
+    newest = max(saved, key=lambda path: int(path.name[11:]), default="CHECKPOINT")
+    raise ValueError(
+        f"{run_dir} is the account of a training inside trl, which has no task to evaluate on."
+        f" Evaluate a checkpoint on the task of a recipe: counterpoise eval {newest} --config"
+        " RECIPE"
+    )
 
 
 def _as_json(result: Evaluation) -> dict[str, object]:

@@ -58,7 +58,9 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        """What the run called itself (inside TRL), else the folder's name."""
+        name = self.manifest.get("name")
+        return name if isinstance(name, str) and name else self.path.name
 
     @property
     def success(self) -> float:
@@ -183,15 +185,6 @@ def open_run(path: str | Path) -> RunFolder:
     if manifest:
         run.note_version("manifest.json", manifest.get("schema_version"))
     return run
-
-
-def runs_below(folder: Path) -> dict[str, Path]:
-    """name -> folder of the runs that lie in a folder; one that is a run itself has none."""
-    names = ("manifest.json", "metrics.jsonl", *TABLES)
-    if not folder.is_dir() or any((folder / name).exists() for name in names):
-        return {}
-    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink()]
-    return {path.name: path for path in inside if any((path / name).exists() for name in names)}
 
 
 def check_current(run_dir: Path) -> None:

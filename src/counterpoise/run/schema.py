@@ -20,6 +20,7 @@ A row of a jsonl file without the key is of version 1."""
 from __future__ import annotations
 
 SCHEMA_VERSION = 2
+INSIDE_TRL = "counterpoise"  # the run folder in the output folder of a training inside TRL
 TABLE_VERSION = b"counterpoise_schema"  # the key in a table's metadata
 
 # version 1 called batches and updates "steps" (files step_*) and took some names from prime-rl.

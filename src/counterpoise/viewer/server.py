@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from counterpoise.errors import nearest
 from counterpoise.report.html import asset as asset_text
-from counterpoise.run.read import open_run, runs_below
+from counterpoise.run.find import runs_below
+from counterpoise.run.read import open_run
 from counterpoise.viewer import api
 from counterpoise.viewer.cache import BatchCache
 from counterpoise.viewer.tokens import BatchTokens
@@ -187,7 +188,8 @@ def _chosen(path: Path, name: str) -> Path:
 
 
 def _lines(path: Path) -> list[dict[str, object]]:
-    return [api.run_line(open_run(run)) for run in runs_below(path).values()]
+    runs = runs_below(path).items()
+    return [{**api.run_line(open_run(run)), "name": name} for name, run in runs]
 
 
 def _with_headers(send: Send) -> Send:

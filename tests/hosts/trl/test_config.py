@@ -84,6 +84,8 @@ def test_every_field_has_help():
         "plan",
         "method_advantage",
         "method_loss",
+        "success",
+        "success_reward",
         "ledger_every",
         "ledger_decompose",
     }
@@ -189,3 +191,26 @@ def test_no_warning_without_a_reason():
 def test_bad_settings(args, message):
     with pytest.raises(ValueError, match=message):
         config(**args)
+
+
+def test_stages_of_your_own_by_import_path(tmp_path):
+    """From the command line's strings to a training: rule, advantage, loss and plan."""
+    own = "hosts.trl.own_stages"
+    axes = f'{{"credit": ["{own}:last_token"], "advantage": "{own}:half_of_the_reward"}}'
+    args = {"method": "dapo", "method_axes": axes, "plan": f"{own}:backwards", "max_steps": 4}
+    trainer = trl_tiny.ours(tmp_path / "rule", args=args)
+    trainer.train()
+    assert [rows[0].item() for rows in trainer.credit_plan] == [24, 16, 8, 0]
+    for micro in trainer._buffered_inputs:
+        expected_N = micro["cp_reward"] / 2
+        assert (micro["cp_credit"] != 0).sum(1).tolist() == (expected_N != 0).tolist()
+        assert micro["cp_credit"].sum(1).tolist() == expected_N.tolist()
+    loss = {"method": "dapo", "method_axes": {"loss": f"{own}:plain"}, "max_steps": 1}
+    trainer = trl_tiny.ours(tmp_path / "loss", args=loss)
+    assert trainer.credit_setup.has_own_loss
+    trainer.train()
+
+
+def test_an_import_path_that_leads_nowhere():
+    with pytest.raises(ValueError, match="hosts.trl.own_stages.*'last_tokn'.*last_token"):
+        config(method="dapo", method_axes={"credit": ["hosts.trl.own_stages:last_tokn"]})

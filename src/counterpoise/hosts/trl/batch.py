@@ -18,7 +18,7 @@ from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.scoring import Scores, plain_model, score_again
 from counterpoise.maths.head import Head, head_scores
 from counterpoise.maths.reduce import LOCAL, over_ranks
-from counterpoise.stage import Stage
+from counterpoise.stage import SUCCESS, Stage
 from counterpoise.types import Credit, TokenBatch
 
 if TYPE_CHECKING:
@@ -40,11 +40,23 @@ def total_reward(trainer: CreditMixin, reward_by_function: Tensor) -> Tensor:
     return reward_C.reshape(accelerator.num_processes, -1)[accelerator.process_index].float()
 
 
+def success_column(trainer: CreditMixin, reward_by_function: Tensor) -> Tensor | None:
+    """Which rollouts of this process are successes, where one reward function decides it."""
+    args, accelerator = trainer.args, trainer.accelerator
+    if args.success_reward is None:
+        return None
+    number = trainer.reward_func_names.index(args.success_reward)
+    is_success_C = reward_by_function[:, number] >= (
+        SUCCESS if args.success is None else args.success
+    )
+    return is_success_C.reshape(accelerator.num_processes, -1)[accelerator.process_index]
+
+
 def token_batch(
     trainer: CreditMixin,
     setup: Setup,
     output: dict[str, Any],
-    reward_N: Tensor,
+    reward_by_function: Tensor,
     recorded: list[Scores],
     live: Live,
     more: bool,
@@ -62,7 +74,8 @@ def token_batch(
         "token_ids_NT": output["completion_ids"],
         "mask_NT": mask_NT,
         "group_N": live.group_N,
-        "reward_N": reward_N,
+        "reward_N": total_reward(trainer, reward_by_function),
+        "success_N": success_column(trainer, reward_by_function),
         "sampler_logp_NT": logp_NT,
         "cp_row": live.row_N,
         "trl_advantage": output["advantages"],
@@ -124,7 +137,9 @@ def spread_columns(batch: TokenBatch, credit: Credit, live: Live, width: int) ->
     }
     if batch.entropy_NT is not None:
         wide["cp_entropy"] = batch.entropy_NT
+    success = batch.success_N
     return {
+        **({} if success is None else {"cp_success": live.spread(success, row_R)}),
         "cp_row": live.row_N,
         "cp_group": live.group_N,
         "cp_reward": live.spread(batch.reward_N, row_R),
@@ -163,6 +178,7 @@ def whole_batch(trainer: CreditMixin, columns: dict[str, Any]) -> tuple[TokenBat
         mask_NT=loss_mask(columns),
         group_N=columns["cp_group"],
         reward_N=columns["cp_reward"],
+        success_N=columns.get("cp_success"),
         sampler_logp_NT=columns["cp_sampler_logp"],
         entropy_NT=columns.get("cp_entropy"),
         ref_logp_NT=columns.get("ref_per_token_logps"),

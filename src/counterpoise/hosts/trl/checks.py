@@ -9,6 +9,7 @@ import trl
 from transformers import Trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from counterpoise.errors import nearest
 from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
@@ -56,7 +57,12 @@ def check_class(cls: type) -> None:
 
 def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
     """Everything that can be known before the first batch."""
-    args = trainer.args
+    args, named = trainer.args, trainer.args.success_reward
+    if named is not None and named not in trainer.reward_func_names:
+        raise ValueError(
+            f"success_reward: no reward function {named!r}."
+            f" {nearest(named, trainer.reward_func_names)}"
+        )
     if not setup.is_uniform or setup.has_own_plan or args.ledger_every:
         _check_groups(trainer)
         _check_parallelism(trainer)

@@ -87,6 +87,24 @@ class CreditGRPOConfig(GRPOConfig):
             )
         },
     )
+    success: float | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "A reward of at least this much is a success, for methods and plans that tell"
+                " successes from failures. The default is 0.5."
+            )
+        },
+    )
+    success_reward: str | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Name of the reward function that decides success, for example 'accuracy_reward';"
+                " `success` is then a threshold of its reward."
+            )
+        },
+    )
     ledger_every: int = field(
         default=0,
         metadata={
@@ -119,7 +137,9 @@ class CreditGRPOConfig(GRPOConfig):
         assert not isinstance(self.method_axes, str)
         axes = {**(self.method_axes or {}), **({} if self.plan is None else {"plan": self.plan})}
         how = {"own_advantage": self.method_advantage, "own_loss": self.method_loss}
-        return setup(self.method, axes, **how, loss_type=self.loss_type)
+        # a threshold of one reward function becomes a column of the batch
+        success = self.success if self.success_reward is None else None
+        return setup(self.method, axes, **how, loss_type=self.loss_type, success=success)
 
     def _set(self, name: str, value: object) -> None:
         if getattr(self, name) not in (value, _default(name)):
@@ -134,6 +154,14 @@ class CreditGRPOConfig(GRPOConfig):
     def _warn_unused(self) -> None:
         """Settings of TRL that the method replaces, where no other of TRL's says the same."""
         setup = self.setup()
+        if not setup.method.reads_success:
+            for name in ("success", "success_reward"):
+                if getattr(self, name) is not None:
+                    warnings.warn(
+                        f"{name}={getattr(self, name)!r} is not read: method {self.method!r} with"
+                        f" plan {setup.method.planner.name!r} takes rewards as numbers.",
+                        stacklevel=4,
+                    )
         names = [
             *(LOSS_FIELDS[1:] if setup.has_own_loss else ()),
             *(ADVANTAGE_FIELDS if setup.has_own_advantage else ()),

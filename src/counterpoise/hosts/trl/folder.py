@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.run.write import create_run
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
+if TYPE_CHECKING:
+    from counterpoise.hosts.trl.config import CreditGRPOConfig
 
-def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
+
+def create_folder(folder: Path, trainer: Any, setup: Setup) -> None:
     """``config.yaml`` and ``manifest.json``, once per run."""
     if (folder / "manifest.json").is_file():
         return
@@ -22,7 +25,7 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
         "seed": args.seed,
         "host": "trl",
         "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
-        "method": json.loads(json.dumps(made.method.describe(), default=str)),
+        "method": _describe(setup),
         "rollouts": {
             "prompts": args.generation_batch_size // trainer.num_generations,
             "group_size": trainer.num_generations,
@@ -35,7 +38,21 @@ def create_folder(folder: Path, trainer: Any, made: Setup) -> None:
         },
         "ledger": {"every": args.ledger_every, "decompose": list(args.ledger_decompose)},
     }
-    create_run(folder, config, {"host": "trl", "seed": args.seed, "device": str(args.device)})
+    facts = {"host": "trl", "name": run_name(args), "seed": args.seed, "device": str(args.device)}
+    create_run(folder, config, facts)
+
+
+def _describe(setup: Setup) -> dict[str, Any]:
+    """The method as JSON; of TRL's own training only the plan is ours."""
+    axes = json.loads(json.dumps(setup.method.describe(), default=str))
+    kept = ("name", "plan") if setup.has_own_plan else ("name",)
+    return {name: axes[name] for name in kept} if setup.is_uniform else axes
+
+
+def run_name(args: CreditGRPOConfig) -> str:
+    """The name that the user gave to the run, else that of its output folder."""
+    output = str(args.output_dir)
+    return args.run_name if args.run_name not in (None, "", output) else Path(output).resolve().name
 
 
 def rollout_batch(

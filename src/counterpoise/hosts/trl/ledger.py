@@ -30,6 +30,7 @@ from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.run import write
 from counterpoise.run.files import Columns
+from counterpoise.run.schema import INSIDE_TRL
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Ledger(TrainerCallback):
 
     def __init__(self, trainer: CreditMixin, setup: Setup) -> None:
         self.trainer, self.setup = trainer, setup
-        self.folder = Path(trainer.args.output_dir) / "counterpoise"
+        self.folder = Path(trainer.args.output_dir) / INSIDE_TRL
         self.book: Book | None = None
         self._is_open = False
         self._parts: list[dict[str, Tensor]] = []

@@ -53,7 +53,15 @@ class Setup(NamedTuple):
     has_own_advantage: bool
 
 
-def setup(name: str, axes: Fields, *, own_advantage: bool, own_loss: bool, loss_type: str) -> Setup:
+def setup(
+    name: str,
+    axes: Fields,
+    *,
+    own_advantage: bool,
+    own_loss: bool,
+    loss_type: str,
+    success: float | None = None,
+) -> Setup:
     """Build the method and say who computes what.
 
     >>> setup("delta", {}, own_advantage=True, own_loss=True, loss_type="dapo").trl_fields["delta"]
@@ -65,10 +73,10 @@ def setup(name: str, axes: Fields, *, own_advantage: bool, own_loss: bool, loss_
         if axis not in AXES:
             raise ValueError(f"method_axes: unknown axis {axis!r}. {nearest(axis, AXES)}")
     if name == OFF:
-        return _uniform(axes, loss_type)
+        return _uniform(axes, loss_type, success)
     if name not in cp.methods():
         raise ValueError(f"unknown method {name!r}. {nearest(name, [OFF, *cp.methods()])}")
-    method, beta = _split_kl(cp.method(name, **axes))
+    method, beta = _split_kl(cp.method(name, success=success, **axes))
     method.check_sampling("TRL")
     fields = trl_fields(method) if own_loss else {}
     is_ours = fields is None
@@ -158,14 +166,15 @@ def _loss_type(reduction: Fields) -> str | None:
     return "luspo" if reduction.get("length") == 1 else LOSS_TYPES.get(reduction["name"])
 
 
-def _uniform(axes: Fields, loss_type: str) -> Setup:
+def _uniform(axes: Fields, loss_type: str, success: float | None) -> Setup:
     extra = sorted(set(axes) - {"plan"})
     if extra:
         raise ValueError(
             f"method='uniform' leaves everything but the plan to TRL, got method_axes {extra}. Name"
             " a preset, for example method='dapo'."
         )
-    method = cp.method("dapo", reduction=REDUCTIONS.get(loss_type, "per_token"), **axes)
+    reduction = REDUCTIONS.get(loss_type, "per_token")
+    method = cp.method("dapo", success=success, reduction=reduction, **axes)
     return Setup(
         method=dataclasses.replace(method, name=OFF),
         trl_fields={},

@@ -128,9 +128,8 @@ class CreditMixin(Host):
     ) -> dict[str, float]:
         """Our columns into TRL's dict, the credit as its advantages; the metrics."""
         setup, state, mask_NT = self.credit_setup, credit_state(self), loss_mask(output)
-        reward_N = total_reward(self, reward_by_function)
-        live = live_rows(self, setup, mask_NT, reward_N)
-        batch = token_batch(self, setup, output, reward_N, scores, live, more)
+        live = live_rows(self, setup, mask_NT, total_reward(self, reward_by_function))
+        batch = token_batch(self, setup, output, reward_by_function, scores, live, more)
         metrics = {"credit/left_out_frac": live.left_out_frac}
         if batch is None:
             output |= no_columns(live, mask_NT)
@@ -194,7 +193,9 @@ class CreditMixin(Host):
             self._buffered_inputs = micro_batches(self, columns, self._credit_updates)
         else:
             plan = trl_plan(self, batch, number)
-        plan_numbers = plan_metrics([row_R for row_R in plan if len(row_R)], batch)
+        plan_numbers = plan_metrics(
+            [row_R for row_R in plan if len(row_R)], setup.method.see(batch)
+        )
         _log(self, plan_numbers)
         metrics = self._credit_metrics | plan_numbers
         if not is_due:
