@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 WHOLE = ("token_ids", "group", "topk_ids")  # columns of ids, by the start of their names
 FREE = ("mask_NT", "success_N", "extra")  # columns of any kind of number
+# how far above 0 rounding may lift a log-prob
+LOGP_ROUNDING = 1e-3
 FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
 
 
@@ -97,7 +99,7 @@ def check_shapes(batch: TokenBatch) -> None:
 
 
 def check_values(batch: TokenBatch) -> None:
-    """Every rollout has a token; rewards and log-probs are finite."""
+    """Every rollout has a token; rewards are finite; log-probs are finite and not positive."""
     check_number("TokenBatch", or_none=True, success=batch.success)
     empty_N = ~batch.mask_NT.any(1)
     if empty_N.any():
@@ -119,6 +121,18 @@ def check_values(batch: TokenBatch) -> None:
             raise ValueError(
                 f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}."
             )
+        if name.endswith("logp_NT"):
+            _check_logp(name, torch.where(batch.mask_NT, value, 0))
+
+
+def _check_logp(name: str, logp_NT: Tensor) -> None:
+    bad_NT = logp_NT > LOGP_ROUNDING
+    if bad_NT.any():
+        row, token = bad_NT.nonzero()[0].tolist()
+        raise ValueError(
+            f"TokenBatch: {name} is {float(logp_NT[row, token]):g} at token {token} of rollout"
+            f" {row}, and log-probs are <= 0. Pass log-probs, neither probabilities nor logits."
+        )
 
 
 def _which(bad_N: Tensor) -> str:

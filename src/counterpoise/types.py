@@ -100,9 +100,10 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        object.__setattr__(self, "mask_NT", self.mask_NT.bool())
-        if self.success_N is not None:
-            object.__setattr__(self, "success_N", self.success_N.bool())
+        for name in ("mask_NT", "success_N"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, getattr(self, name).bool())
+        _detach(self)
         check_shapes(self)
         check_values(self)
 
@@ -190,6 +191,16 @@ class TokenBatch:
         return TokenBatch(
             **columns, extra={name: value[row_R] for name, value in self.extra.items()}
         )
+
+
+def _detach(batch: TokenBatch) -> None:
+    """A batch is data: no gradient flows into what was sampled."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            object.__setattr__(batch, field.name, value.detach())
+    extra = {name: value.detach() for name, value in batch.extra.items()}
+    object.__setattr__(batch, "extra", extra)
 
 
 def stack_batches(batches: Sequence[TokenBatch]) -> TokenBatch:

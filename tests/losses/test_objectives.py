@@ -212,7 +212,5 @@ def test_dfpo_weight_by_hand_with_a_negative_weight_and_an_empty_advantage():
     assert (weight_N < 0).tolist() == [True, False, False]
     empty = rows._replace(advantage_N=zero[:, 0])
     assert_close(dfpo_weight(logp_NT, empty, transform="orth"), [4.0, 1.0, 1.0])
-    with pytest.raises(
-        ValueError, match=r"dfpo weight gave a value that is not finite at rollouts \[0\]"
-    ):
-        dfpo_weight(torch.tensor([[1e4], [0], [0]]).double(), rows, weight="product")
+    far_N = dfpo_weight(torch.tensor([[1e4], [0], [0]]).double(), rows, weight="product")
+    assert torch.isfinite(far_N).all()

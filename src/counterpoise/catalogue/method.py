@@ -35,7 +35,7 @@ from counterpoise.credit import RULES
 from counterpoise.errors import check_keys, check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
-from counterpoise.plans import PLANS, manifest
+from counterpoise.plans import PLANS, check_plan, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
 from counterpoise.text import shorten
@@ -165,6 +165,10 @@ class Method:
                 f"{where} {names} compares the rollouts of one prompt. Sample two or"
                 f" more per prompt, or use an advantage that works with one: {', '.join(alone)}."
             )
+
+    def check_plan(self, num_prompts: int, group_size: int, num_updates: int) -> None:
+        """A batch that the plan cannot cut into updates: say so before anything is sampled."""
+        check_plan(self.planner, num_prompts, group_size, num_updates)
 
     def see(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the method's own threshold of success, if it has one."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoise.errors import check_number
 from counterpoise.losses.ratio import clip_by_side
-from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, token_loss
 from counterpoise.maths.covariance import token_covariance
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.types import Rows
@@ -121,7 +121,7 @@ def kl_cov(
     check_number("kl_cov", least=0, coef=coef)
     assert rows.update_NT is not None
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
-    ratio_NT = log_ratio_NT.exp()
+    ratio_NT = bounded_exp(log_ratio_NT)
     return (
         -rows.credit_NT * ratio_NT + coef * rows.update_NT * log_ratio_NT.abs(),
         ratio_NT,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from counterpoise.errors import check_choice
 from counterpoise.losses.sequence import mean_log_ratio
-from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
-from counterpoise.maths.reduce import check_finite, groups
+from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, token_loss
+from counterpoise.maths.reduce import groups
 from counterpoise.types import Rows
 
 TRANSFORMS = ("min", "orth", "none")
@@ -67,8 +67,7 @@ def dfpo_weight(
         if weight == "product"
         else mean_log_ratio(log_ratio_NT, rows).squeeze(1)
     )
-    weight_N = log_weight_N.exp() / (length_N if length == "inside" else 1)
-    check_finite("dfpo weight", weight_N[:, None], rows.mask_NT, rows.row_R)
+    weight_N = bounded_exp(log_weight_N) / (length_N if length == "inside" else 1)
     return _transformed(weight_N, rows.advantage_N, rows.group_N, transform)
 
 
@@ -122,7 +121,7 @@ def dfpo(
         weighted score function, unclipped.
     """
     assert rows.update_NT is not None
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     return (
         -rows.credit_NT * rows.update_NT * trainer_logp_NT,
         ratio_NT,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.errors import check_number
-from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, token_loss
 from counterpoise.maths.kl import kl_estimator
 from counterpoise.types import Rows
 
@@ -37,4 +37,8 @@ def kl(trainer_logp_NT: Tensor, rows: Rows, *, estimator: str = "k3", coef: floa
             " batch.replace(ref_logp_NT=...)."
         )
     value_NT = kl_estimator(estimator)(trainer_logp_NT, rows.ref_logp_NT)
-    return coef * value_NT, log_ratio(trainer_logp_NT, rows).exp(), torch.zeros_like(rows.mask_NT)
+    return (
+        coef * value_NT,
+        bounded_exp(log_ratio(trainer_logp_NT, rows)),
+        torch.zeros_like(rows.mask_NT),
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.errors import check_number
-from counterpoise.losses.token_loss import Parts, clamp_by_side, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, bounded_exp, clamp_by_side, log_ratio, token_loss
 from counterpoise.types import Rows
 
 
@@ -25,7 +25,7 @@ def clip_by_side(
     """-min(r c, clip(r, 1 - clip_low, 1 + clip_high) c), at most -ceiling c where c < 0."""
     check_number(stage, least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high)
     check_number(stage, above=1, or_infinite=True, dual_clip=ceiling)
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     inner_NT, is_cut_NT = clamp_by_side(
         ratio_NT, rows.credit_NT, 1 - clip_low, 1 + clip_high, ceiling
     )
@@ -39,7 +39,7 @@ def reinforce(trainer_logp_NT: Tensor, rows: Rows) -> Parts:
     Reference: Williams 1992. It is the control of every method here: at r = 1 the unclipped losses
         have its gradient.
     """
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     return -rows.credit_NT * trainer_logp_NT, ratio_NT, torch.zeros_like(rows.mask_NT)
 
 
@@ -100,7 +100,7 @@ def symmetric_clip(trainer_logp_NT: Tensor, rows: Rows, *, clip: float = 0.2) ->
     Reference: the GRPO-fix of arXiv 2604.13088 v1. Reads the paper as a mask on both signs.
     """
     check_number("symmetric_clip", least=0, or_infinite=True, clip=clip)
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     inner_NT = ratio_NT.clamp(1 - clip, 1 + clip)
     return -rows.credit_NT * inner_NT, ratio_NT, inner_NT != ratio_NT
 
@@ -124,7 +124,7 @@ def detached_ratio(
     check_number(
         "detached_ratio", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high
     )
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     weight_NT = ratio_NT.clamp(1 - clip_low, 1 + clip_high).detach()
     return -weight_NT * rows.credit_NT * trainer_logp_NT, ratio_NT, weight_NT != ratio_NT
 
@@ -143,7 +143,7 @@ def soft_gate(
     Reference: arXiv 2511.20347.
     """
     check_number("soft_gate", above=0, tau_pos=tau_pos, tau_neg=tau_neg)
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     tau_NT = torch.where(
         rows.credit_NT > 0, ratio_NT.new_tensor(tau_pos), ratio_NT.new_tensor(tau_neg)
     )

@@ -13,7 +13,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from counterpoise.errors import check_number
-from counterpoise.losses.token_loss import Parts, clamp_by_side, log_ratio, own_gradient, token_loss
+from counterpoise.losses.token_loss import (
+    Parts,
+    bounded_exp,
+    clamp_by_side,
+    log_ratio,
+    own_gradient,
+    token_loss,
+)
 from counterpoise.types import Rows
 
 
@@ -43,7 +50,7 @@ def sequence_ratio(
     )
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     ratio_NT = own_gradient(
-        mean_log_ratio(log_ratio_NT, rows).exp().expand_as(log_ratio_NT), log_ratio_NT
+        bounded_exp(mean_log_ratio(log_ratio_NT, rows)).expand_as(log_ratio_NT), log_ratio_NT
     )
     inner_NT, is_cut_NT = clamp_by_side(ratio_NT, rows.credit_NT, 1 - clip_low, 1 + clip_high)
     return -rows.credit_NT * inner_NT, ratio_NT, is_cut_NT
@@ -68,7 +75,9 @@ def geometric(
     check_number("geometric", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high)
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
     inner_NT, is_cut_NT = clamp_by_side(log_ratio_NT, rows.credit_NT, -clip_low, clip_high)
-    ratio_NT = own_gradient(mean_log_ratio(inner_NT, rows).exp().expand_as(inner_NT), inner_NT)
+    ratio_NT = own_gradient(
+        bounded_exp(mean_log_ratio(inner_NT, rows)).expand_as(inner_NT), inner_NT
+    )
     return -rows.credit_NT * ratio_NT, ratio_NT, is_cut_NT
 
 
@@ -109,4 +118,4 @@ def cumulative(
         clip_high * growth_NT,
         dual_clip * growth_NT,
     )
-    return -rows.credit_NT * inner_NT.exp(), prefix_NT.exp(), is_cut_NT
+    return -rows.credit_NT * bounded_exp(inner_NT), bounded_exp(prefix_NT), is_cut_NT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.errors import check_number
-from counterpoise.losses.token_loss import Parts, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, token_loss
 from counterpoise.maths.reduce import Groups, groups
 from counterpoise.types import Rows
 
@@ -71,5 +71,5 @@ def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> 
     """
     check_number("target", above=0, temperature=temperature)
     assert rows.update_NT is not None
-    ratio_NT = log_ratio(trainer_logp_NT, rows).exp()
+    ratio_NT = bounded_exp(log_ratio(trainer_logp_NT, rows))
     return -rows.update_NT * trainer_logp_NT, ratio_NT, torch.zeros_like(rows.mask_NT)

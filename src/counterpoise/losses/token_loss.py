@@ -24,6 +24,9 @@ from counterpoise.types import Rows, TokenLoss
 Parts = tuple[Tensor, Tensor, Tensor]
 Bound = float | Tensor
 
+# the largest log-ratio that counts, as in verl: e^20 is no ratio that a healthy run has
+MAX_LOG_RATIO = 20.0
+
 
 def token_loss(
     fn: Callable[..., Parts] | None = None, *, prepare: Function | None = None, needs: Columns = ()
@@ -65,11 +68,12 @@ def token_loss(
         mask_NT = rows.mask_NT
         trainer_logp_NT, rows = _without_padding(trainer_logp_NT, rows)
         loss_NT, ratio_NT, clipped_NT = fn(trainer_logp_NT, rows, **params)
+        coef_NT = torch.where(mask_NT, _coef(fn, trainer_logp_NT, rows, params), 0)
         return TokenLoss(
             loss_NT=torch.where(mask_NT, loss_NT, 0),
             ratio_NT=torch.where(mask_NT, ratio_NT.detach(), 1),
-            clipped_NT=clipped_NT & mask_NT,
-            coef_NT=torch.where(mask_NT, _coef(fn, trainer_logp_NT, rows, params), 0),
+            clipped_NT=(clipped_NT | _is_beyond(trainer_logp_NT, rows, coef_NT)) & mask_NT,
+            coef_NT=coef_NT,
         )
 
     return Stage(loss, columns=needs, prepare=before)
@@ -80,6 +84,16 @@ def log_ratio(trainer_logp_NT: Tensor, rows: Rows) -> Tensor:
     sums over its tokens.
     """
     return trainer_logp_NT - rows.sampler_logp_NT
+
+
+def bounded_exp(log_ratio_NT: Tensor) -> Tensor:
+    """exp(log r), at most e^20: finite for every log-ratio, without a gradient beyond, and
+    unchanged to the last bit below.
+
+    >>> bounded_exp(torch.tensor([0.0, 200.0])).tolist()
+    [1.0, 485165184.0]
+    """
+    return log_ratio_NT.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def own_gradient(value_NT: Tensor, log_ratio_NT: Tensor) -> Tensor:
@@ -156,6 +170,12 @@ def _without_padding(trainer_logp_NT: Tensor, rows: Rows) -> tuple[Tensor, Rows]
     narrow = trainer_logp_NT.dtype not in (torch.float32, torch.float64)
     trainer_logp_NT = trainer_logp_NT.float() if narrow else trainer_logp_NT
     return torch.where(rows.mask_NT, trainer_logp_NT, 0), rows._replace(**clean)
+
+
+def _is_beyond(trainer_logp_NT: Tensor, rows: Rows, coef_NT: Tensor) -> Tensor:
+    """True on tokens with credit that lost their gradient to the bound of the log-ratio."""
+    is_far_NT = log_ratio(trainer_logp_NT.detach(), rows) > MAX_LOG_RATIO
+    return is_far_NT & (coef_NT == 0) & (rows.credit_NT != 0)
 
 
 def _coef(fn: Callable[..., Parts], trainer_logp_NT: Tensor, rows: Rows, params: dict) -> Tensor:

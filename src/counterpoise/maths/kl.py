@@ -39,12 +39,13 @@ def k2(logp_NT: Tensor, ref_logp_NT: Tensor) -> Tensor:
 
 
 def k3(logp_NT: Tensor, ref_logp_NT: Tensor) -> Tensor:
-    """exp(ref_logp - logp) - 1 - (ref_logp - logp).
+    """exp(ref_logp - logp) - 1 - (ref_logp - logp); the gap counts for at most 20, so that it stays
+    finite.
 
     >>> round(k3(torch.tensor(-1.0), torch.tensor(-3.0)).item(), 4)
     1.1353
     """
-    gap_NT = ref_logp_NT - logp_NT
+    gap_NT = (ref_logp_NT - logp_NT).clamp(max=20.0)
     return torch.expm1(gap_NT) - gap_NT
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
-from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
+from counterpoise.plans.orders import (
+    check_plan,
+    length_sorted,
+    query_preserved,
+    random_rows,
+    round_robin,
+)
 from counterpoise.stage import Stage
 
 PLANS: dict[str, Stage] = {
@@ -19,6 +25,7 @@ __all__ = [
     "PLANS",
     "Audit",
     "audit",
+    "check_plan",
     "is_ready",
     "length_sorted",
     "manifest",

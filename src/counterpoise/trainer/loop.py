@@ -73,6 +73,8 @@ def train(
     changes = changed_settings(run_dir, config) if resume else {}
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
+    rollouts = config.rollouts
+    method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
     check_axes(config.ledger.decompose)
     with own.lock_run(run_dir):
