@@ -241,6 +241,7 @@ def _write_eval(
         "eval/accuracy_low": mean - spread,
         "eval/accuracy_high": mean + spread,
         "eval/length": 40.0,
+        "eval/pass@4": 1 - (1 - mean) ** 4,
     }
     append_json(
         path / "evals.jsonl", {"batch": batch, **row, "reward_PK": reward_P[:, None].tolist()}
@@ -364,6 +365,9 @@ def _metrics(
         "batch": batch,
         "reward/mean": float(reward_N.mean()),
         "reward/constant_group_frac": 0.1,
+        "rollouts/cut_frac": 0.02,
+        "grader/num_failures": 0,
+        "loss/sampler_gap": 0.002,
         "rollouts/length": float(length_N.mean()),
         "rollouts/num_tokens": int(length_N.sum()),
         "entropy/mean": float(np.concatenate([r["entropy"] for r in rows]).mean()),

@@ -250,7 +250,7 @@ def test_report_command(run_dir, tmp_path):
     assert json.loads(done.stdout) == {
         "page": str(tmp_path / "page.html"),
         "problems": [],
-        "absent": {"learning": [], "plan": [], "credit": [], "ledger": []},
+        "absent": {"learning": [], "signals": [], "plan": [], "credit": [], "ledger": []},
     }
     assert "counterpoise view" in command(report, run_dir).stdout
 

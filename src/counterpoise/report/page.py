@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from counterpoise.report.charts.style import Drawing
 from counterpoise.report.compare import Comparison, Settings, comparison, words
 from counterpoise.report.html import asset, policy
 from counterpoise.report.runs import Group, group_runs
+from counterpoise.report.warnings import warnings_of
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
 from counterpoise.text import number, spans, visible, with_interval, with_range
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "learning": ("Learning", "What the policy earned, by batch."),
+    "signals": ("Signals", "Whether there is something to learn from, and whether it is used."),
     "plan": ("Plan", "Which rollouts share an update. Only tokens of one update can cancel in it."),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
@@ -51,6 +53,8 @@ class Content(NamedTuple):
     title: str
     groups: list[Group]
     tiles: list[overview.Tile]
+    warnings: list[str]
+    headline: Card | None
     axes: overview.Table
     settings: overview.Table
     cards: dict[str, list[Card]]
@@ -115,16 +119,19 @@ def content(
     first = groups[0].runs[0]
     compare, trouble = _comparison(groups, compared)
     drawings = [(chart, chart.draw(groups, batch)) for chart in CHARTS]
+    cards = {
+        name: [Card(c, d) for c, d in drawings if d is not None and c.section == name]
+        for name in SECTIONS
+    }
     return Content(
         title=first.name if len(runs) == 1 else " · ".join(group.label for group in groups),
         groups=groups,
         tiles=overview.tiles(groups),
+        warnings=_of_runs(runs, warnings_of),
+        headline=next(iter(cards["learning"]), None),
         axes=overview.axes_table(groups),
         settings=overview.settings_table(groups),
-        cards={
-            name: [Card(c, d) for c, d in drawings if d is not None and c.section == name]
-            for name in SECTIONS
-        },
+        cards=cards,
         absent={
             name: [_lack(c, groups) for c, d in drawings if d is None and c.section == name]
             for name in SECTIONS
@@ -134,13 +141,15 @@ def content(
             samples.detail(group.label, group.runs[0], batch, 3 if len(groups) == 1 else 1)
             for group in groups
         ],
-        problems=[
-            f"{run.name}: {problem}" if len(runs) > 1 else problem
-            for run in runs
-            for problem in run.problems
-        ]
-        + trouble,
+        problems=_of_runs(runs, lambda run: run.problems) + trouble,
     )
+
+
+def _of_runs(runs: Sequence[RunFolder], lines_of: Callable[[RunFolder], list[str]]) -> list[str]:
+    """Lines of every run, with its name where there are several."""
+    return [
+        f"{run.name}: {line}" if len(runs) > 1 else line for run in runs for line in lines_of(run)
+    ]
 
 
 def render(page: Content) -> str:

@@ -100,6 +100,17 @@ def curve(group: Group, key: str) -> Curve | None:
     return _curve([_metric(run, key) for run in group.runs])
 
 
+def timing_curve(group: Group, key: str) -> Curve | None:
+    """A key of ``timing.jsonl`` over batches."""
+    return _curve(
+        [
+            run.timing.set_index("batch")[key].dropna().astype(float)
+            for run in group.runs
+            if key in run.timing
+        ]
+    )
+
+
 def series_of(run: RunFolder, key: str) -> pd.Series:
     """A number of one run over batches: an evaluation by batches trained, or a metric."""
     return eval_series(run, key) if key.startswith("eval/") else _metric(run, key)

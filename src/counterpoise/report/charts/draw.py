@@ -6,6 +6,7 @@ default. None: the files hold nothing to draw."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,11 +17,22 @@ from counterpoise.maths.intervals import Interval, over_seeds
 from counterpoise.report import tokens
 from counterpoise.report.charts import style as figures
 from counterpoise.report.charts.style import SIGN_COLOUR, SIGN_DASH, Drawing, Line
-from counterpoise.report.runs import LAST, Curve, Group, curve, curve_of, final, is_share
+from counterpoise.report.runs import (
+    LAST,
+    Curve,
+    Group,
+    curve,
+    curve_of,
+    final,
+    is_share,
+    timing_curve,
+)
 from counterpoise.report.tokens import Row, ledger_rows
-from counterpoise.text import percent, with_interval
+from counterpoise.run.read import RunFolder
+from counterpoise.text import number, percent, with_interval
 
 MAX_LEDGER_BATCHES = 40
+MAX_REWARDS = 10
 HISTOGRAM_DASH = {
     "positive": "solid",
     "negative": "dot",
@@ -56,6 +68,63 @@ def of_keys(*names: tuple[str, str]) -> Draw:
 
 def of_evals(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     return of_curves(groups, "eval/accuracy")
+
+
+def of_pass(groups: Sequence[Group], batch: int | None) -> Drawing | None:
+    """The largest k of pass@k that the evaluations have."""
+    keys = {key for g in groups for run in g.runs for row in run.evals for key in row}
+    known = [int(k) for key in keys if (k := key.removeprefix("eval/pass@")).isdigit()]
+    if not known:
+        return None
+    named = [Group(f"{g.label}, k = {max(known)}", g.runs) for g in groups]
+    return of_curves(named, f"eval/pass@{max(known)}")
+
+
+def of_timing(key: str) -> Draw:
+    """Curves of one key of timing.jsonl; of several runs each stands alone."""
+
+    def draw(groups: Sequence[Group], batch: int | None) -> Drawing | None:
+        known = [(g.label, c) for g in groups if (c := timing_curve(g, key))]
+        series = [(label, c, number(float(np.nanmedian(c.mean)))) for label, c in known]
+        return figures.curves(series, zero=True) if series else None
+
+    return draw
+
+
+def of_rewards(groups: Sequence[Group], batch: int | None) -> Drawing | None:
+    """Shares of rollouts by reward at the first and the last batch of each group's first run."""
+    series = []
+    for at, group in enumerate(groups):
+        batches = group.runs[0].batches("rollouts")
+        for batch_number in dict.fromkeys([*batches[:1], *batches[-1:]]):
+            rows = reward_shares(group.runs[0], batch_number)
+            if rows:
+                name = f"batch {batch_number}"
+                label = name if len(groups) == 1 else f"{group.label}, {name}"
+                mark = "hollow" if batch_number == batches[0] else "bar"
+                series.append((label, figures.colour(at), mark, rows))
+    if not series:
+        return None
+    drawing = figures.bars(series, y="share of rollouts", unit="rollouts")
+    drawing.figure.update_yaxes(tickformat=".0%")
+    return drawing
+
+
+def reward_shares(run: RunFolder, batch: int) -> list[Row]:
+    """Share of rollouts with each reward; many different rewards in tenths of their range."""
+    table = run.table("rollouts", batch, ("reward",))
+    if table is None or not table.num_columns:
+        return []
+    given = pd.to_numeric(table.to_pandas()["reward"], errors="coerce")
+    reward_N = np.asarray(given, float)
+    reward_N = reward_N[np.isfinite(reward_N)]
+    if len(np.unique(reward_N)) > MAX_REWARDS:
+        width = np.ptp(reward_N) / MAX_REWARDS
+        reward_N = np.round(np.round(reward_N / width) * width, 6)
+    return [
+        Row(f"{value:g}", Interval(float(num / len(reward_N)), math.nan, math.nan), int(num))
+        for value, num in zip(*np.unique(reward_N, return_counts=True))
+    ]
 
 
 def of_curves(groups: Sequence[Group], key: str, *, zero: bool = False) -> Drawing | None:

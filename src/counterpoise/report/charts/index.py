@@ -13,9 +13,12 @@ from counterpoise.report.charts.draw import (
     of_keys,
     of_ledger,
     of_metric,
+    of_pass,
     of_positive_share,
     of_prediction,
+    of_rewards,
     of_signed_bars,
+    of_timing,
     of_tokens,
 )
 
@@ -47,8 +50,8 @@ CHARTS: tuple[Chart, ...] = (
         "learning",
         "Held-out accuracy",
         "The result. Prompts were never trained on; differences smaller than the band are noise.",
-        "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds for"
-        " three or more (two: their range).",
+        "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds"
+        " (Student's t) for several.",
         of_evals,
         is_wide=True,
         needs="eval.every in the recipe",
@@ -88,6 +91,78 @@ CHARTS: tuple[Chart, ...] = (
         of_metric("loss/grad_norm", zero=True),
     ),
     Chart(
+        "constant_groups",
+        "signals",
+        "Prompts that teach nothing",
+        "Prompts whose rollouts all earned the same have no advantage; near 100% there is nothing"
+        " to learn.",
+        "Share of rollouts whose prompt has one reward for all of its rollouts.",
+        of_metric("reward/constant_group_frac", zero=True),
+    ),
+    Chart(
+        "rewards",
+        "signals",
+        "Rewards",
+        "Mass moves to the right while the policy learns; one bar alone leaves nothing to compare.",
+        "Share of rollouts by reward, of the first and of the last batch with saved rollouts.",
+        of_rewards,
+        needs="save_rollouts_every in the recipe",
+    ),
+    Chart(
+        "cut",
+        "signals",
+        "Answers cut off",
+        "A rising share means that answers outgrow the limit: they are graded unfinished.",
+        "Share of rollouts that ended at max_new_tokens instead of a stop token.",
+        of_metric("rollouts/cut_frac", zero=True),
+    ),
+    Chart(
+        "clipped",
+        "signals",
+        "Clipped tokens",
+        "Near 0: the clip does not bind. High: updates are too large, and clipped tokens teach"
+        " nothing.",
+        "Share of tokens whose gradient the loss's clip took away, mean over the updates of a"
+        " batch.",
+        of_metric("loss/clipped_frac", zero=True),
+    ),
+    Chart(
+        "sampler_gap",
+        "signals",
+        "Gap between sampler and trainer",
+        "Should be small at the first update of a batch; a climb means that the sampler's"
+        " log-probs are not the trainer's.",
+        "Mean over tokens of |trainer log-prob - sampler log-prob|, mean over the updates of a"
+        " batch.",
+        of_metric("loss/sampler_gap", zero=True),
+    ),
+    Chart(
+        "grader",
+        "signals",
+        "Grader failures",
+        "0 is healthy: a failed grader gives no reward, and the policy learns from the others.",
+        "Rollouts of a batch whose grader raised, ran out of time or gave no number.",
+        of_metric("grader/num_failures", zero=True),
+    ),
+    Chart(
+        "throughput",
+        "signals",
+        "Sampling speed",
+        "A fall with longer answers is expected; one without is the machine.",
+        "Sampled tokens per second, on the machine of the run.",
+        of_timing("sample_tokens_per_s"),
+    ),
+    Chart(
+        "pass",
+        "signals",
+        "pass@k",
+        "Accuracy that rises while pass@k falls is sureness, not skill.",
+        "Share of held-out prompts that at least one of k samples solves, without bias"
+        " (arXiv 2107.03374); the largest k of the run.",
+        of_pass,
+        needs="eval.samples above 1",
+    ),
+    Chart(
         "pairs_kept",
         "plan",
         "Pairs in one update",
@@ -103,7 +178,7 @@ CHARTS: tuple[Chart, ...] = (
         "Positives per update",
         "A narrow band means that updates are balanced alike; a wide one that some see mostly"
         " failures.",
-        "Share of rollouts with reward above 0.5 in an update; the band runs from the least"
+        "Share of rollouts that count as solved in an update; the band runs from the least"
         " to the most positive update of a batch.",
         of_positive_share,
     ),

@@ -182,7 +182,9 @@ def size_of(line: Line) -> float:
     return max(abs(row.value.mean) for row in line.rows)
 
 
-def bars(series: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") -> Drawing:
+def bars(
+    series: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "", unit: str = "tokens"
+) -> Drawing:
     """Groups of bars with intervals: (label, colour, bar or hollow, rows); rows of equal label
     stand together.
     """
@@ -208,7 +210,7 @@ def bars(series: Sequence[tuple[str, str, str, Sequence[Row]]], *, y: str = "") 
             customdata=_bounds_text(low, high),
             hovertemplate="%{y:.4g}%{customdata}<extra>%{fullData.name}</extra>",
         )
-        keys.append(Key(label, shade, mark, f"{sum(row.count for row in rows):,} tokens"))
+        keys.append(Key(label, shade, mark, f"{sum(row.count for row in rows):,} {unit}"))
     figure.update_layout(barmode="group")
     figure.update_yaxes(rangemode="tozero")
     return Drawing(figure, keys)
