@@ -260,6 +260,21 @@ def test_rollouts_come_back_from_parquet(scene, tmp_path):
         assert torch.equal(got[on], expected[on]), name
 
 
+def test_tokens_of_an_environment_come_back_as_context(scene, tmp_path):
+    """A reply inside a rollout is in the file, masked; what is no token of a row is not."""
+    _, _, collected = scene
+    mask_NT = collected.batch.mask_NT.clone()
+    mask_NT[:, 1] = mask_NT[0, 0] = False
+    with_replies = collected._replace(batch=collected.batch.replace(mask_NT=mask_NT))
+    credit = cp.method("dapo").assign(with_replies.batch)
+    write_table(tmp_path / "r.parquet", rollout_columns(0, with_replies, credit))
+    back = read_rollouts(tmp_path / "r.parquet").batch
+    width = back.mask_NT.shape[1]
+    assert torch.equal(back.mask_NT, mask_NT[:, :width])
+    assert back.token_ids_NT[0, :2].tolist() == collected.batch.token_ids_NT[0, :2].tolist()
+    assert (back.sampler_logp_NT[:, 1] == 0).all()
+
+
 def test_rollouts_without_a_column_say_which(scene, tmp_path):
     import pyarrow.parquet as pq
 

@@ -17,6 +17,7 @@ BROKEN = (pa.ArrowException, OSError, ValueError)  # what reading a damaged file
 FITS: dict[str, Callable[[pa.DataType], bool]] = {
     "integers": pa.types.is_integer,
     "numbers": lambda kind: pa.types.is_floating(kind) or pa.types.is_integer(kind),
+    "booleans": pa.types.is_boolean,
     "texts": lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind),
 }
 KINDS = {
@@ -31,6 +32,7 @@ KINDS = {
     "stop_reason": "texts",
     "prompt_ids": "list of integers",
     "token_ids": "list of integers",
+    "loss_mask": "list of booleans",
     "sampler_logp": "list of numbers",
     "entropy": "list of numbers",
 }

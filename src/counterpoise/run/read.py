@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    from counterpoise.types import RolloutBatch
+    from counterpoise.types import RolloutBatch, TokenBatch
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ MAX_CONFIG_BYTES = 1 << 20
 TABLES = ("rollouts", "tokens")
 READ = (  # columns that a RolloutBatch can be made again from
     *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
-    *("token_ids", "reward", "sampler_logp", "entropy"),
+    *("token_ids", "loss_mask", "reward", "sampler_logp", "entropy"),
 )
 
 
@@ -255,8 +255,22 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
     )
     prompts = [by_group[g] for g in sorted(by_group)]
     return RolloutBatch(
-        prompts, column["prompt_ids"], column["text"], column["stop_reason"], batch, 0, []
+        prompts,
+        column["prompt_ids"],
+        column["text"],
+        column["stop_reason"],
+        _with_mask(path, batch, column["loss_mask"]),
+        0,
+        [],
     )
+
+
+def _with_mask(path: Path, batch: TokenBatch, loss_mask: list[list[bool]]) -> TokenBatch:
+    """The batch with the tokens of an environment masked."""
+    if [len(row) for row in loss_mask] != batch.length_N.tolist():
+        raise ValueError(f"{path}: loss_mask and token_ids have rows of different length.")
+    drawn_M = batch.mask_NT.new_tensor([drawn for row in loss_mask for drawn in row])
+    return batch.replace(mask_NT=batch.mask_NT.masked_scatter(batch.mask_NT, drawn_M))
 
 
 def read_jsonl(path: Path, problems: list[str] | None = None) -> list[Row]:

@@ -173,13 +173,15 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -> Columns:
-    """One row per rollout; token columns are lists without padding."""
-    batch = rollouts.batch
+    """One row per rollout; token columns are lists without padding. The tokens of an environment
+    are among them: ``loss_mask`` is False and every number 0 there.
+    """
+    import torch
+
+    batch, row_NT = rollouts.batch, row_mask(rollouts.batch.mask_NT)
     group = batch.group_N.tolist()
     prompts = [rollouts.prompts[g] for g in group]
-    tokens = {
-        "token_ids": batch.token_ids_NT,
-        "loss_mask": batch.mask_NT,
+    numbers = {
         "credit": credit.credit_NT,
         "weight": credit.weight_NT,
         "sampler_logp": batch.sampler_logp_NT,
@@ -197,12 +199,21 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
         "advantage": credit.advantage_N.tolist(),
         "stop_reason": rollouts.stop_reason,
         "prompt_ids": rollouts.prompt_ids,
+        "token_ids": ragged(batch.token_ids_NT, row_NT),
+        "loss_mask": ragged(batch.mask_NT, row_NT),
         **{
-            name: ragged(value_NT, batch.mask_NT)
-            for name, value_NT in tokens.items()
+            name: ragged(torch.where(batch.mask_NT, value_NT, 0), row_NT)
+            for name, value_NT in numbers.items()
             if value_NT is not None
         },
     }
+
+
+def row_mask(mask_NT: Tensor) -> Tensor:
+    """True up to a rollout's last token of the model: what lies between is an environment's, what
+    comes after is padding.
+    """
+    return mask_NT.flip(1).cumsum(1).flip(1) > 0
 
 
 def ragged(value_NT: Tensor, mask_NT: Tensor) -> pa.Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.run.write import create_run
+from counterpoise.run.write import create_run, row_mask
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def rollout_batch(
     batch_number: int, tokenizer: Any, prompt_ids: list[list[int]], batch: TokenBatch
 ) -> RolloutBatch:
     """A generation as the built-in trainer would hold it; TRL's tasks have no reference answer."""
-    ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT.cpu(), batch.mask_NT.cpu())]
+    kept_NT = row_mask(batch.mask_NT).cpu()
+    ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT.cpu(), kept_NT)]
     first_row = {g: row for row, g in reversed(list(enumerate(batch.group_N.tolist())))}
     rows = [first_row[g] for g in sorted(first_row)]
     questions = tokenizer.batch_decode([prompt_ids[k] for k in rows], skip_special_tokens=True)
