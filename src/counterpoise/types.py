@@ -54,11 +54,12 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Finished rollouts as right-padded columns; response tokens only.
+    """Finished rollouts as right-padded columns: the tokens after the prompt.
 
     Args:
         token_ids_NT: response token ids, right-padded.
-        mask_NT: True on response tokens, False on padding.
+        mask_NT: True on tokens that the model wrote, False on padding and on what an environment
+            said: those tokens are context alone, without credit, weight or count.
         group_N: which prompt each rollout answers; rollouts of one prompt share a number.
         reward_N: the grader's number.
         sampler_logp_NT: log-prob of each token under the policy that sampled it.

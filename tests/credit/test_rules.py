@@ -121,15 +121,6 @@ def test_prefix_nodes_equal_their_twin(batch):
     assert torch.equal(nodes.sum(batch.mask_NT.double()), nodes.size_M.double())
 
 
-def test_prefix_nodes_refuse_a_gap():
-    with pytest.raises(ValueError, match="gap before a response token"):
-        prefix_nodes(
-            torch.ones(1, 3, dtype=torch.long),
-            torch.tensor([[True, False, True]]),
-            torch.tensor([0]),
-        )
-
-
 def test_pair_index_of_nothing_and_of_negative_ids():
     assert (
         pair_index(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))[1] == 0

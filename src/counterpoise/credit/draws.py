@@ -2,8 +2,8 @@
 
 A draw by position in a tensor changes with the order of rollouts, with padding and with the number
 of ranks. Here a token's number is a hash of (a salt from the generator, its group, its rollout's
-tokens, its position): the same wherever the rollout stands. Identical rollouts of one prompt get
-identical numbers."""
+tokens, its position among them): the same wherever the rollout stands. Identical rollouts of one
+prompt get identical numbers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def token_keys(batch: TokenBatch, generator: torch.Generator | None = None) -> T
     True
     """
     salt = int(torch.randint(2**62, (), generator=generator, dtype=torch.long))
-    position_T = torch.arange(batch.mask_NT.shape[1], device=batch.mask_NT.device)
-    token_NT = _mixed(_mixed(batch.token_ids_NT.long() + salt) + position_T)
-    rollout_N = _mixed(
-        torch.where(batch.mask_NT, token_NT, 0).sum(1) + _mixed(batch.group_N.long() + salt)
+    position_NT = batch.mask_NT.cumsum(1) - 1
+    token_NT = mix(mix(batch.token_ids_NT.long() + salt) + position_NT)
+    rollout_N = mix(
+        torch.where(batch.mask_NT, token_NT, 0).sum(1) + mix(batch.group_N.long() + salt)
     )
-    return _mixed(rollout_N[:, None] + position_T) & (2**63 - 1)
+    return mix(rollout_N[:, None] + position_NT) & (2**63 - 1)
 
 
-def _mixed(value: Tensor) -> Tensor:
+def mix(value: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014); int64 products wrap, right shifts are
     made logical by a mask.
     """

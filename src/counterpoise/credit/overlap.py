@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from counterpoise.credit.draws import mix
 from counterpoise.errors import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
-from counterpoise.maths.trie import pair_index, prefix_nodes
+from counterpoise.maths.trie import pair_index, prefix_nodes, row_mask
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
@@ -17,6 +20,8 @@ def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both")
     negative credit of the group, and so for every token between it and the start (or,
     right-aligned, the end) of the rollout, [N, T].
 
+    Positions count model tokens. What an environment says between them must be the same too.
+
     >>> batch = TokenBatch.from_lists(
     ...     [[1, 2, 9], [1, 3, 9]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 3] * 2
     ... )
@@ -24,24 +29,40 @@ def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both")
     [[True, False, False], [True, False, False]]
     """
     check_choice("conflict", ("start", "end", "both"), runs=runs)
-    position_NT = torch.arange(credit_NT.shape[1], device=credit_NT.device).expand_as(credit_NT)
-    found_NT = torch.zeros_like(batch.mask_NT)
+    mask_NT, index_N = batch.mask_NT, groups(batch.group_N).index_N
+    columns = _Columns(batch.token_ids_NT.long(), mask_NT, row_mask(mask_NT), credit_NT)
+    is_conflict_NT = torch.zeros_like(mask_NT)
     if runs != "end":
-        found_NT = found_NT | _unbroken(_contested(position_NT, credit_NT, batch))
+        is_conflict_NT = is_conflict_NT | _run(columns, index_N)
     if runs != "start":
-        # padding must not break the run from the end
-        from_end_NT = batch.length_N[:, None] - 1 - position_NT
-        is_contested_NT = _contested(from_end_NT, credit_NT, batch) | ~batch.mask_NT
-        found_NT = found_NT | _unbroken(is_contested_NT.flip(1)).flip(1)
-    return found_NT & batch.mask_NT
+        turned = _Columns(*(column.flip(1) for column in columns))
+        is_conflict_NT = is_conflict_NT | _run(turned, index_N).flip(1)
+    return is_conflict_NT & mask_NT
 
 
-def _contested(position_NT: Tensor, credit_NT: Tensor, batch: TokenBatch) -> Tensor:
-    """True where a token's (group, position, id) is found with credit of both signs."""
-    mask_NT = batch.mask_NT
-    group_NT = groups(batch.group_N).index_N[:, None].expand_as(mask_NT)
-    place_M, _ = pair_index(group_NT[mask_NT], position_NT[mask_NT])
-    slot_M, num_slots = pair_index(place_M, batch.token_ids_NT[mask_NT])
+class _Columns(NamedTuple):
+    ids_NT: Tensor
+    mask_NT: Tensor
+    is_row_NT: Tensor
+    credit_NT: Tensor
+
+
+def _run(columns: _Columns, group_N: Tensor) -> Tensor:
+    """True on the unbroken run of contested tokens at the beginning of each row; neither padding
+    nor replies break it.
+    """
+    return _unbroken(_contested(columns, group_N) | ~columns.mask_NT)
+
+
+def _contested(columns: _Columns, group_N: Tensor) -> Tensor:
+    """True where a token's (group, position, replies so far, id) has credit of both signs."""
+    ids_NT, mask_NT, _, credit_NT = columns
+    place_M, _ = pair_index(
+        group_N[:, None].expand_as(mask_NT)[mask_NT], mask_NT.cumsum(1)[mask_NT]
+    )
+    _, reply_M = torch.unique(_replies(columns)[mask_NT], return_inverse=True)
+    context_M, _ = pair_index(place_M, reply_M)
+    slot_M, num_slots = pair_index(context_M, ids_NT[mask_NT])
     credit_M = credit_NT[mask_NT]
     is_rewarded_S, is_punished_S = torch.zeros(
         2, num_slots, dtype=torch.bool, device=mask_NT.device
@@ -51,6 +72,15 @@ def _contested(position_NT: Tensor, credit_NT: Tensor, batch: TokenBatch) -> Ten
     out_NT = torch.zeros_like(mask_NT)
     out_NT[mask_NT] = (is_rewarded_S & is_punished_S)[slot_M]
     return out_NT
+
+
+def _replies(columns: _Columns) -> Tensor:
+    """A hash of what an environment has said up to each token, and where, [N, T]; 0 before its
+    first word.
+    """
+    ids_NT, mask_NT, is_row_NT, _ = columns
+    said_NT = mix(mix(ids_NT) + is_row_NT.cumsum(1))
+    return torch.where(is_row_NT & ~mask_NT, said_NT, 0).cumsum(1)
 
 
 def _unbroken(flag_NT: Tensor) -> Tensor:

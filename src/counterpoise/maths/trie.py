@@ -2,8 +2,8 @@
 same words.
 
 A node is (group, the tokens up to and including this one). Two tokens of a batch are the same node
-exactly when their rollouts answer the same prompt and agree on every token so far. Axes as in
-``types``; ``M`` counts nodes."""
+exactly when their rollouts answer the same prompt and agree on every token so far, those that an
+environment said included. Axes as in ``types``; ``M`` counts nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from counterpoise.maths.reduce import groups
 
 
 class PrefixNodes(NamedTuple):
-    """``node_NT`` is dense 0..M-1 and -1 on padding; ``size_M`` counts the rollouts that pass
-    through a node.
+    """``node_NT`` is dense 0..M-1 and -1 where the model wrote nothing; ``size_M`` counts the
+    rollouts whose model wrote the token of a node.
     """
 
     node_NT: Tensor
@@ -25,7 +25,7 @@ class PrefixNodes(NamedTuple):
 
     @property
     def size_NT(self) -> Tensor:
-        """Rollouts of the group that share the prefix with this token; 0 on padding."""
+        """Rollouts of the group that share the prefix with this token; 0 without a node."""
         return torch.where(self.node_NT >= 0, self.size_M[self.node_NT.clamp(min=0)], 0)
 
     def sum(self, value_NT: Tensor) -> Tensor:
@@ -53,16 +53,24 @@ def pair_index(first_M: Tensor, second_M: Tensor) -> tuple[Tensor, int]:
     return index_M, len(distinct)
 
 
-def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:
-    """The trie node of every response token.
+def row_mask(mask_NT: Tensor) -> Tensor:
+    """True up to the last model token of each row: what the model wrote and what it read.
 
-    One pass over positions: a node is numbered by (its parent's node, its token id), a sort of at
-    most N keys at each position. A rollout that has parted from all others leaves the pass, since
-    it stays alone; its later tokens are numbered at the end, all at once.
+    >>> row_mask(torch.tensor([[True, False, True, False]])).tolist()
+    [[True, True, True, False]]
+    """
+    return mask_NT.flip(1).to(torch.uint8).cummax(dim=1).values.flip(1).bool()
+
+
+def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:
+    """The trie node of every model token.
+
+    The trie runs over all tokens of a row; environment tokens are context, so that a prefix ends
+    where replies differ, and have no node themselves.
 
     Args:
         token_ids_NT: ids of any integer dtype.
-        mask_NT: True on response tokens, which must be right-padded.
+        mask_NT: True on model tokens.
         group_N: which prompt each rollout answers.
 
     >>> nodes = prefix_nodes(
@@ -73,19 +81,26 @@ def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> Pref
     >>> nodes.node_NT.tolist(), nodes.size_M.tolist()
     ([[0, 1], [0, 2], [0, 1]], [3, 2, 1])
     """
-    if (mask_NT[:, 1:] & ~mask_NT[:, :-1]).any():
-        raise ValueError(
-            "prefix_nodes: mask_NT has a gap before a response token; responses must be"
-            " right-padded."
-        )
-    node_NT = torch.full(mask_NT.shape, -1, dtype=torch.long, device=mask_NT.device)
-    row_R, parent_R, num_nodes = (
-        torch.arange(len(group_N), device=mask_NT.device),
-        groups(group_N).index_N,
-        0,
-    )
-    for t in range(mask_NT.shape[1]):
-        is_there_R = mask_NT[row_R, t]
+    is_row_NT = row_mask(mask_NT)
+    node_NT = _number(token_ids_NT, is_row_NT, group_N)
+    if not torch.equal(is_row_NT, mask_NT):
+        _, dense_M = torch.unique(node_NT[mask_NT], return_inverse=True)
+        node_NT = torch.full_like(node_NT, -1).masked_scatter(mask_NT, dense_M)
+    return PrefixNodes(node_NT, torch.bincount(node_NT[mask_NT]))
+
+
+def _number(token_ids_NT: Tensor, is_row_NT: Tensor, group_N: Tensor) -> Tensor:
+    """The number of every token's node, -1 on padding; rows are right-padded.
+
+    One pass over positions: a node is numbered by (its parent's node, its token id), a sort of at
+    most N keys at each position. A rollout that has parted from all others leaves the pass, since
+    it stays alone; its later tokens are numbered at the end, all at once.
+    """
+    node_NT = torch.full(is_row_NT.shape, -1, dtype=torch.long, device=is_row_NT.device)
+    row_R = torch.arange(len(group_N), device=is_row_NT.device)
+    parent_R, num_nodes = groups(group_N).index_N, 0
+    for t in range(is_row_NT.shape[1]):
+        is_there_R = is_row_NT[row_R, t]
         row_R, parent_R = row_R[is_there_R], parent_R[is_there_R]
         if len(row_R) == 0:
             break
@@ -93,6 +108,6 @@ def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> Pref
         node_NT[row_R, t] = node_R + num_nodes
         is_shared_R = torch.bincount(node_R)[node_R] > 1
         row_R, parent_R, num_nodes = row_R[is_shared_R], node_R[is_shared_R], num_nodes + count
-    is_alone_NT = mask_NT & (node_NT < 0)
-    node_NT[is_alone_NT] = num_nodes + torch.arange(int(is_alone_NT.sum()), device=mask_NT.device)
-    return PrefixNodes(node_NT, torch.bincount(node_NT[mask_NT]))
+    is_alone_NT = is_row_NT & (node_NT < 0)
+    node_NT[is_alone_NT] = num_nodes + torch.arange(int(is_alone_NT.sum()), device=node_NT.device)
+    return node_NT

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.reduce import groups
-from counterpoise.maths.trie import prefix_nodes
+from counterpoise.maths.trie import prefix_nodes, row_mask
 
 
 class Sharing(NamedTuple):
-    """One entry a token; padding is False and 0 (node -1).
+    """One entry per model token; False and 0 (node -1) elsewhere.
 
     ``is_full_NT``: every rollout of the group (two at least) is at this context and takes this
     token.
@@ -50,28 +50,31 @@ def sharing(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor, advantage_N:
     >>> out.positive_NT.tolist(), out.is_full_NT.tolist(), out.is_fork_NT.tolist()
     ([[1, 1], [1, 0]], [[True, False], [True, False]], [[False, True], [False, True]])
     """
-    nodes, by_group = prefix_nodes(token_ids_NT, mask_NT, group_N), groups(group_N)
+    is_row_NT = row_mask(mask_NT)
+    # environment tokens have a node here: they are the context of what follows
+    nodes, by_group = prefix_nodes(token_ids_NT, is_row_NT, group_N), groups(group_N)
     num_nodes = len(nodes.size_M)
     node_NT = nodes.node_NT.clamp(min=0)
     sign_N = advantage_N.sign()
 
-    def count(is_side_N: Tensor) -> Tensor:
-        return nodes.sum((is_side_N[:, None] & mask_NT).long())
+    def count(is_side_N: Tensor, is_counted_NT: Tensor) -> Tensor:
+        return nodes.sum((is_side_N[:, None] & is_counted_NT).long())
 
-    positive_M, negative_M = count(sign_N > 0), count(sign_N < 0)
+    positive_M, negative_M = count(sign_N > 0, mask_NT), count(sign_N < 0, mask_NT)
+    size_M = nodes.sum(mask_NT.long())
     root_N1 = num_nodes + by_group.index_N[:, None]
     context_NT = torch.cat([root_N1, node_NT[:, :-1]], 1)
     # nodes, then one root a group: the context of its first tokens
-    positive_C = torch.cat([positive_M, by_group.sum((sign_N > 0).long())])
-    negative_C = torch.cat([negative_M, by_group.sum((sign_N < 0).long())])
+    positive_C = torch.cat([count(sign_N > 0, is_row_NT), by_group.sum((sign_N > 0).long())])
+    negative_C = torch.cat([count(sign_N < 0, is_row_NT), by_group.sum((sign_N < 0).long())])
     parent_M = context_NT.new_zeros(num_nodes).index_put((node_NT[mask_NT],), context_NT[mask_NT])
-    children_C = torch.bincount(parent_M, minlength=num_nodes + len(by_group.size_P))
+    children_C = torch.bincount(parent_M[size_M > 0], minlength=num_nodes + len(by_group.size_P))
     is_fork_C = (positive_C > 0) & (negative_C > 0) & (children_C > 1)
     group_size_N1 = by_group.size_P[by_group.index_N][:, None]
     return Sharing(
-        node_NT=nodes.node_NT,
+        node_NT=torch.where(mask_NT, nodes.node_NT, -1),
         positive_NT=positive_M[node_NT] * mask_NT,
         negative_NT=negative_M[node_NT] * mask_NT,
-        is_full_NT=(nodes.size_NT == group_size_N1) & (group_size_N1 > 1) & mask_NT,
+        is_full_NT=(size_M[node_NT] == group_size_N1) & (group_size_N1 > 1) & mask_NT,
         is_fork_NT=is_fork_C[context_NT] & mask_NT,
     )
