@@ -14,6 +14,7 @@ from helpers.make_run import make_run
 
 pytest.importorskip("tomllib", reason="needs Python 3.11")
 ROOT = Path(__file__).parents[1]
+V1_RUN = ROOT / "tests" / "run" / "v1_run"
 SCRIPT = ROOT / "tests" / "helpers" / "only_extra.py"
 TINY = {
     "num_batches": 2,
@@ -54,8 +55,8 @@ def test_the_core_answers_without_any_extra(args):
         ("", ["train", "x.yaml"], "train needs the package 'typer'. Install it: pip install"),
         ("", ["methods", "dapo"], "pip install 'counterpoise[cli]'"),
         ("cli", ["report", "x"], "pip install 'counterpoise[report]'"),
-        ("cli", ["train", "x.yaml"], "pip install 'counterpoise[train]'"),
-        ("cli", ["audit", "x"], "pip install 'counterpoise[report]'"),
+        ("cli", ["train", "demo"], "pip install 'counterpoise[train]'"),
+        ("cli", ["audit", V1_RUN], "pip install 'counterpoise[report]'"),
         ("cli", ["import", "trl", "x", "--out", "y"], "pip install 'counterpoise[report]'"),
         ("cli", ["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
         ("", ["init"], "pip install 'counterpoise[cli]'"),

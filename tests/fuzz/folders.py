@@ -53,7 +53,10 @@ def spoil(path: Path, rng: random.Random) -> str:
     file = rng.choice(files)
     how = rng.choice(("bytes", "value", "value", "value", "remove", "folder", "link"))
     if how == "value" and file.suffix in SPOILERS:
-        SPOILERS[file.suffix](file, rng)
+        try:
+            SPOILERS[file.suffix](file, rng)
+        except Exception:  # spoiled before
+            file.write_bytes(b"")
     elif how in ("remove", "folder", "link"):
         file.unlink()
         if how == "folder":

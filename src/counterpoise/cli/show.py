@@ -32,9 +32,9 @@ def command_line(*words: object) -> str:
 def program() -> str:
     """How this program is called from here: by its name where that finds it, else by its path."""
     script = Path(sys.argv[0])
-    if script.name != "__main__.py":
-        return _callable(script)
-    return f"{_callable(Path(sys.executable), 'python')} -m counterpoise"
+    if script.name == "__main__.py":
+        return f"{_callable(Path(sys.executable), 'python')} -m counterpoise"
+    return _callable(script) if script.is_file() else "counterpoise"
 
 
 def _callable(file: Path, name: str | None = None) -> str:

@@ -80,7 +80,7 @@ def sweep(
     else:
         show_result(finished, failures)
     if INTERRUPTED in codes.values():
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        say("interrupted; the same command goes on where it stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(1 if failures else 0)
 

@@ -11,7 +11,6 @@ import typer
 from counterpoise.cli.show import Json, command_line, import_from, print_json, say
 
 if TYPE_CHECKING:
-    from counterpoise.trainer.config import Config
     from counterpoise.trainer.loop import Result
 
 
@@ -50,26 +49,13 @@ def train(
     from counterpoise.trainer.interrupt import INTERRUPTED
     from counterpoise.trainer.progress import Progress
 
-    progress = Progress(quiet=json_)
-    if not json_:
-        progress.note(headline(recipe))
-    result = loop.train(recipe, resume=resume, fresh=fresh, progress=progress)
+    result = loop.train(recipe, resume=resume, fresh=fresh, progress=Progress(quiet=json_))
     if json_:
         print_json(result._asdict())
     else:
         say(*summary(result, ["train", config, *_repeated(set_)]).splitlines())
     if not result.is_finished:
         sys.exit(INTERRUPTED)
-
-
-def headline(recipe: Config) -> str:
-    """What is about to be trained."""
-    from counterpoise.catalogue.label import label
-
-    return (
-        f"{label(recipe.method)} on {recipe.task['name']}, model {recipe.model},"
-        f" {recipe.num_batches} batches, into {recipe.run_dir}"
-    )
 
 
 def summary(result: Result, command: list[str]) -> str:

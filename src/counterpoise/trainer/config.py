@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from counterpoise.errors import ConfigError, is_import_path, nearest
+from counterpoise.errors import ConfigError, check_keys, is_import_path, nearest
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS
 from counterpoise.stage import SUCCESS
 from counterpoise.text import load_yaml
@@ -183,6 +183,7 @@ class Config(Section):
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("expected a name or a mapping with 'name'")
+        check_keys("expected names as keys", value)
         return value
 
     @field_validator("trackers")
@@ -273,6 +274,7 @@ def recipe_file(path: str | Path) -> Path:
 def parse_config(raw: dict[str, Any]) -> Config:
     """Check a mapping; the first fault is the message."""
     try:
+        check_keys("config", raw)
         return Config(**raw)
     except ValidationError as error:
         raise ConfigError(_first_fault(error)) from None

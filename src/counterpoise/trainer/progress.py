@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from counterpoise.catalogue.label import label
 from counterpoise.text import visible
 from counterpoise.trainer.config import Config
 
@@ -47,6 +48,8 @@ class Progress:
             TimeRemainingColumn(),
         )
         self.every = max(1, config.num_batches // LINES)
+        if not self.quiet:
+            self.note(headline(config))
         self.bar = Bar(
             *columns, console=self.console, disable=self.quiet or not self.console.is_terminal
         )
@@ -88,6 +91,14 @@ class Progress:
             self.console.print(Text(visible(line)))
         else:
             print(visible(line), file=self.console.file, flush=True)
+
+
+def headline(config: Config) -> str:
+    """What is about to be trained."""
+    return (
+        f"{label(config.method)} on {config.task['name']}, model {config.model},"
+        f" {config.num_batches} batches, into {config.run_dir}"
+    )
 
 
 def numbers(
