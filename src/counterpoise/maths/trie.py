@@ -59,7 +59,7 @@ def row_mask(mask_NT: Tensor) -> Tensor:
     >>> row_mask(torch.tensor([[True, False, True, False]])).tolist()
     [[True, True, True, False]]
     """
-    return mask_NT.flip(1).to(torch.uint8).cummax(dim=1).values.flip(1).bool()
+    return mask_NT.flip(1).cumsum(1).flip(1) > 0
 
 
 def prefix_nodes(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor) -> PrefixNodes:

@@ -178,6 +178,8 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
     """
     import torch
 
+    from counterpoise.maths.trie import row_mask
+
     batch, row_NT = rollouts.batch, row_mask(rollouts.batch.mask_NT)
     group = batch.group_N.tolist()
     prompts = [rollouts.prompts[g] for g in group]
@@ -207,13 +209,6 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
             if value_NT is not None
         },
     }
-
-
-def row_mask(mask_NT: Tensor) -> Tensor:
-    """True up to a rollout's last token of the model: what lies between is an environment's, what
-    comes after is padding.
-    """
-    return mask_NT.flip(1).cumsum(1).flip(1) > 0
 
 
 def ragged(value_NT: Tensor, mask_NT: Tensor) -> pa.Array:

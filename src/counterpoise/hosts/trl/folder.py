@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.run.write import create_run, row_mask
+from counterpoise.maths.trie import row_mask
+from counterpoise.run.write import create_run
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 if TYPE_CHECKING:
