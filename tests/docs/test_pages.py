@@ -141,6 +141,18 @@ def test_links_and_pictures():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize(
+    "name", ["clip_cov", "gtpo", "ar", "rloo", "ntf_whitened", "crf_ntf", "tpo", "dapo"]
+)
+def test_presets_that_depart_from_their_authors_code_say_so(name):
+    index = (DOCS / "methods" / "index.md").read_text()
+    (page,) = re.findall(rf"\[`{name}`\]\((\w+\.md)\)", index)
+    text = (DOCS / "methods" / page).read_text()
+    section = text.partition("## Differs from the authors' code\n")[2].partition("\n## ")[0]
+    assert f"`{name}`" in section or f'cp.method("{name}")' in text
+    assert section.strip()
+
+
 def test_the_site_lists_every_page():
     listed = re.findall(r'= "([\w/]+\.md)"', (ROOT / "zensical.toml").read_text())
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)

@@ -1,4 +1,4 @@
-"""One row for every stage and every preset: what to run it with, and the laws it declares.
+"""One row for every stage: what to run it with, and the laws it declares.
 
 A stage without a row fails the suite.
 """
@@ -110,38 +110,5 @@ CONTROLLERS = {
     "entropy_target": {"path": "advantage.alpha", "start": 1.0, "lo": 1.0, "hi": 3.0, "rate": 0.5},
 }
 
-# preset -> whether its credit or loss draws at random (then padding may change the draw)
-PRESETS = dict.fromkeys(
-    [
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gspo",
-        "cispo",
-        "sapo",
-        "rloo",
-        "reinforce_pp",
-        "psr",
-        "nsr",
-        "w_reinforce",
-        "max_rl",
-        "gmpo",
-        "ctpo",
-        "tpo",
-        "delta",
-        "fade",
-        "crf_ntf",
-        "ntf_whitened",
-        "dfpo_min",
-        "dfpo_orth",
-        "ibpo",
-        "gtpo",
-        "top_entropy",
-        "ar",
-        "ktae",
-        "stapo",
-        "clip_cov",
-        "f_grpo",
-    ],
-    False,
-) | {"clip_cov": True}
+# presets whose credit or loss draws at random (then padding may change the draw)
+RANDOM_PRESETS = {"clip_cov"}
