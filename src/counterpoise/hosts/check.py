@@ -30,6 +30,7 @@ TRL_SIGNATURES = {
     "_compute_loss": ("self", "model", "inputs"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_get_per_token_logps_and_entropies": ("self", "model"),
+    "get_off_policy_mask": ("advantages", "per_token_logps"),
 }
 
 
