@@ -13,6 +13,10 @@ _NAME = r"[^\W\d]\w*"
 _IMPORT_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 
 
+class MethodWarning(UserWarning):
+    """A method that runs and cannot do what it is for."""
+
+
 class ConfigError(ValueError):
     """A recipe that cannot run; the message is one line a person can act on."""
 

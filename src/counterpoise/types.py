@@ -267,7 +267,8 @@ class RolloutBatch(NamedTuple):
 class Credit(NamedTuple):
     """What a method gives to a batch.
 
-    ``weight_NT`` is credit / advantage (1 where the advantage is 0).
+    ``weight_NT`` is credit / advantage (1 where the advantage is 0). ``warnings`` are new in this
+    batch and were also given as a ``MethodWarning``.
     """
 
     advantage_N: Tensor
@@ -275,6 +276,7 @@ class Credit(NamedTuple):
     credit_NT: Tensor
     state: dict[str, Any] | None
     metrics: dict[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 class Plan(NamedTuple):

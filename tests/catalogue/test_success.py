@@ -10,6 +10,11 @@ import pytest
 import torch
 
 import counterpoise as cp
+from counterpoise.errors import MethodWarning
+from counterpoise.run.read import read_jsonl
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.loop import train
+from counterpoise.trainer.progress import Progress
 
 READ_SUCCESS = [name for name in cp.methods() if cp.method(name).reads_success]
 
@@ -148,3 +153,31 @@ def test_the_page_of_a_method_that_reads_success_says_what_counts():
     for name in cp.methods():
         if name in linked and cp.method(name).reads_success:
             assert "guides/success.md" in (pages / linked[name]).read_text(), linked[name]
+
+
+def test_a_run_says_it_in_the_terminal_and_in_its_folder(tmp_path, monkeypatch, capsys):
+    """Two for a right answer and one for trying, which no setting tells."""
+    (tmp_path / "rewards_of_two_kinds.py").write_text(
+        "def reward(prompt, text): return 2.0 * (prompt.answer in text) + 1.0"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = {
+        "run_dir": str(tmp_path / "run"),
+        "num_batches": 6,
+        "method": "nsr",
+        "task": {"name": "arithmetic", "reward": "rewards_of_two_kinds:reward"},
+        "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 16},
+        "optimizer": {"updates_per_batch": 1},
+        "eval": {"every": 0},
+        "ledger": {"every": 0},
+        "trackers": [],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MethodWarning)
+        train(parse_config(recipe), progress=Progress(quiet=True))
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("batches are successes") == 1
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    said = [line for row in rows for line in row.get("warnings", [])]
+    assert sum("batches are successes" in line for line in said) == 1
+    assert [row["success/is_suspect"] for row in rows] == [0, 0, 0, 0, 1, 1]

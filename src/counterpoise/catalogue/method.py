@@ -32,7 +32,7 @@ from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
-from counterpoise.errors import check_keys, check_number, check_whole, nearest
+from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
 from counterpoise.plans import PLANS, check_plan, manifest
@@ -231,6 +231,7 @@ class Method:
             credit_NT=chain.credit_NT,
             state={"controller": controller_state, "rules": chain.states, **watch.kept},
             metrics={**metrics, **watch.metrics, **chain.metrics},
+            warnings=(watch.warning,) if watch.warning else (),
         )
 
     def plan(
@@ -342,7 +343,7 @@ class Method:
             return Watch()
         watch = watch_success(self.name, batch, state.get("success") or watch_start(), reduce)
         if watch.warning:
-            warnings.warn(watch.warning, stacklevel=3)
+            warnings.warn(watch.warning, MethodWarning, stacklevel=3)
         return watch
 
     def _check_columns(self, batch: TokenBatch) -> None:

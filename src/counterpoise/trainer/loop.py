@@ -40,7 +40,13 @@ from counterpoise.trainer.update import (
     learning_rate,
     prepare_update,
 )
-from counterpoise.trainer.warn import batch_warnings, flat_batches, grader_warning, listed
+from counterpoise.trainer.warn import (
+    batch_warnings,
+    flat_batches,
+    grader_warning,
+    listed,
+    said_by_us,
+)
 from counterpoise.types import Credit, RolloutBatch
 
 
@@ -120,9 +126,10 @@ def train_policy(
             collected = measure_columns(policy, method, config, collected, reference)
             clock.mark("measure_s")
 
-            credit = method.assign(
-                collected.batch, state.method, seed=config.seed, batch_number=batch_number
-            )
+            with said_by_us():
+                credit = method.assign(
+                    collected.batch, state.method, seed=config.seed, batch_number=batch_number
+                )
             plan = method.plan(
                 collected.batch,
                 config.optimizer.updates_per_batch,
@@ -156,7 +163,7 @@ def train_policy(
                 "reward/flat_batches": num_flat,
                 **ledger.metrics,
             }
-            warnings = batch_warnings(collected, metrics, config.success)
+            warnings = batch_warnings(collected, credit, metrics, config.success)
             progress.warn(f"batch {batch_number}", warnings)
             if config.eval.every and (
                 state.batch_number % config.eval.every == 0

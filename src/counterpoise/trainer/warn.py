@@ -6,8 +6,11 @@ A warning follows from the numbers of its batch, so that a resumed run repeats i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import warnings as python_warnings
+from collections.abc import Iterator, Mapping, Sequence
 
+from counterpoise.errors import MethodWarning
 from counterpoise.text import number
 from counterpoise.types import Credit, RolloutBatch
 
@@ -24,8 +27,16 @@ def flat_batches(before: int, collected: RolloutBatch, credit: Credit) -> int:
     return before + 1 if is_flat else 0
 
 
+@contextlib.contextmanager
+def said_by_us() -> Iterator[None]:
+    """Warnings of a method are lines of the run (``Credit.warnings``), not Python's."""
+    with python_warnings.catch_warnings():
+        python_warnings.simplefilter("ignore", MethodWarning)
+        yield
+
+
 def batch_warnings(
-    collected: RolloutBatch, metrics: Mapping[str, float], success: float
+    collected: RolloutBatch, credit: Credit, metrics: Mapping[str, float], success: float
 ) -> list[str]:
     """One line for each thing of a batch that is not as it should be."""
     return [
@@ -33,6 +44,7 @@ def batch_warnings(
             collected.grader_messages, collected.num_grader_failures, collected.batch.num_rollouts
         ),
         *flat_warning(metrics, success),
+        *credit.warnings,
     ]
 
 
