@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WHOLE = ("token_ids", "group", "topk_ids")  # columns of ids, by the start of their names
 FREE = ("mask_NT", "success_N", "extra")  # columns of any kind of number
+MAX_REWARD = 1e15  # squares and products of larger ones leave the range of float32
 # how far above 0 rounding may lift a log-prob
 LOGP_ROUNDING = 1e-3
 FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
@@ -107,10 +108,11 @@ def check_values(batch: TokenBatch) -> None:
             f"TokenBatch: rollouts {_which(empty_N)} have no response token (mask_NT is all False)."
             " Drop them, or count the stop token as part of the response."
         )
-    if not torch.isfinite(batch.reward_N).all():
+    bad_N = ~(batch.reward_N.abs() <= MAX_REWARD)
+    if bad_N.any():
         raise ValueError(
-            "TokenBatch: reward_N is not finite at rollouts"
-            f" {_which(~torch.isfinite(batch.reward_N))}."
+            f"TokenBatch: reward_N is not finite, or beyond {MAX_REWARD:g}, at rollouts"
+            f" {_which(bad_N)}."
         )
     for name in FLOAT_COLUMNS:
         value = getattr(batch, name)

@@ -29,6 +29,7 @@ def columns(**changed):
         ({"reward_N": torch.tensor([1, 0])}, "reward_N must hold floating point, got torch.int64"),
         ({"entropy_NT": torch.ones(2, 2).to(torch.complex64)}, "entropy_NT must hold floating"),
         ({"extra": {"mine": [1, 2]}}, r"extra\['mine'\] must be a tensor, got list"),
+        ({"reward_N": torch.tensor([1e30, 0.0])}, r"beyond 1e\+15, at rollouts \[0\]"),
         ({"max_length": 0}, "max_length must be a whole number >= 1 or None, got 0"),
     ],
 )

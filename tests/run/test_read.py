@@ -39,7 +39,7 @@ def run_dir(whole, tmp_path):
 def test_a_whole_run_has_no_problems(whole):
     found = content([open_run(whole)])
     assert found.problems == []
-    assert found.absent == {"learning": [], "plan": [], "credit": [], "ledger": []}
+    assert found.absent == {"learning": [], "signals": [], "plan": [], "credit": [], "ledger": []}
 
 
 def test_a_truncated_table_is_named_and_an_earlier_one_shown(run_dir):
