@@ -45,9 +45,11 @@ def fuzz(seed: int | str, num: int) -> dict[str, str]:
     the order of seed 0 at its case 50, so that a long run meets every fault once. In a process of
     its own, which has no threads yet.
     """
+    path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(
         [sys.executable, "-m", "fuzz.kill_points", str(seed), str(num)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
     )
