@@ -140,28 +140,42 @@ def test_fillers_get_nothing_and_change_nothing(queue_of):
 
 @pytest.mark.parametrize("name", ["ktae", "gtpo", "ibpo"])
 def test_tokens_of_tools_are_no_part_of_a_rollout(name, queue_of):
-    """A hole in the mask: the credit is that of the rollout without those tokens, laid out around
-    the hole.
+    """A tool says the same in every rollout: the credit is that of the rollouts without it, laid
+    out around the hole in the mask.
     """
     rows = rollouts(seed=1)
     expected = cp.method(name).assign(token_batch(rows)).credit_NT
-    hole = torch.tensor([9, 9])
-    for row in rows[:3]:
-        for field, value in row.fields.items():
-            if field not in ("uid", "prompts", "position_ids"):
-                row.fields[field] = torch.cat(
-                    [
-                        value[:1],
-                        (hole if field == "responses" else 0 * hole).to(value.dtype),
-                        value[1:],
-                    ]
-                )
+    for row in rows:
+        with_reply(row, [9, 9])
     got, _ = computed(CreditSync, config(f"counterpoise/{name}"), rows, queue_of)
     for i, row in enumerate(rows):
         mask = row.fields["response_mask"].bool()
         n = len(mask)
         assert_close(got[i, :n][mask], expected[i, : int(mask.sum())])
         assert (got[i, :n][~mask] == 0).all()
+
+
+def with_reply(row: Rollout, reply: list[int]) -> None:
+    """What a tool said after the first token."""
+    said = torch.tensor(reply)
+    for field, value in row.fields.items():
+        if field not in ("uid", "prompts", "position_ids"):
+            middle = (said if field == "responses" else 0 * said).to(value.dtype)
+            row.fields[field] = torch.cat([value[:1], middle, value[1:]])
+
+
+def test_what_a_tool_said_is_context(queue_of):
+    """Replies that differ end the run of tokens that good and bad rollouts share."""
+    rows = rollouts(seed=1)
+    for at, row in enumerate(rows):
+        with_reply(row, [9, at])
+    batch = token_batch(rows)
+    mask_NT = torch.zeros_like(batch.mask_NT)
+    for at, row in enumerate(rows):
+        mask_NT[at, : len(row.fields["response_mask"])] = row.fields["response_mask"].bool()
+    expected = cp.method("gtpo").assign(batch.replace(mask_NT=mask_NT)).credit_NT
+    got, _ = computed(CreditSync, config("counterpoise/gtpo"), rows, queue_of)
+    assert_close(got[:, : expected.shape[1]], expected)
 
 
 def test_kl_in_the_reward_reaches_the_credit(queue_of):

@@ -120,11 +120,11 @@ def credit(
     row_R = _live_rows(setup, is_rollout_N, columns["mask_NT"].any(1).cpu(), group_N.cpu())
     if not len(row_R):
         return torch.zeros_like(token_level_rewards)
-    out, credit_RT = _assign(setup, loan, columns, reward_N, group_N, row_R)
+    out = _assign(setup, loan, columns, reward_N, group_N, row_R)
     if loan is not None:
         loan.credit = out
-    credit_NT = torch.zeros(response_mask.shape, dtype=credit_RT.dtype, device=response_mask.device)
-    credit_NT[row_R] = credit_RT.expand(-1, response_mask.shape[1])
+    credit_NT = out.credit_NT.new_zeros(response_mask.shape)
+    credit_NT[row_R] = out.credit_NT.expand(-1, response_mask.shape[1])
     return credit_NT[last_N] * response_mask
 
 
@@ -194,22 +194,15 @@ def _assign(
     reward_N: Tensor,
     group_N: Tensor,
     row_R: Tensor,
-) -> tuple[Credit, Tensor]:
-    """The method's credit of some rows, and the same laid out as the columns are.
-
-    Tool calls leave holes in the mask: the tokens are moved together, and their credit back.
-    """
-    order_RT = torch.argsort((~columns["mask_NT"][row_R]).byte(), dim=1, stable=True)
-    together: dict[str, Any] = {
-        name: value[row_R].gather(1, order_RT) for name, value in columns.items()
-    }
+) -> Credit:
+    """The method's credit of some rows; what tools said stays in them, as context."""
     success_N = loan.success_N if loan else None
     batch = TokenBatch(
         group_N=group_N[row_R],
         reward_N=reward_N[row_R],
         success_N=None if success_N is None else success_N[row_R],
-        **together,
+        **{name: value[row_R] for name, value in columns.items()},  # pyright: ignore[reportArgumentType]
     )
     state, batch_number = (loan.state, loan.batch_number) if loan else (None, 0)
     out = setup.method.assign(batch, state, seed=setup.seed, batch_number=batch_number)
-    return out, torch.zeros_like(out.credit_NT).scatter(1, order_RT, out.credit_NT)
+    return out
