@@ -5,12 +5,15 @@ columns of a prompt, one token.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from counterpoise.report.runs import eval_series, final_of, method_name, seed_of
-from counterpoise.run.read import RunFolder
+from counterpoise.run import parquet
+from counterpoise.run.read import RunFolder, batch_files
 from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
@@ -143,16 +146,28 @@ def prompt_history(run: RunFolder, prompt_id: str) -> list[dict[str, Any]]:
     """
     out = []
     for kind, folder in (("batch", "rollouts"), ("eval", "evals")):
-        for batch in run.batches(folder):
-            table = run.table(folder, batch, ("prompt_id", "group", "reward"))
-            if table is None or table.num_columns < 3:
-                continue
-            rows = [row for row in table.to_pylist() if str(row["prompt_id"]) == prompt_id]
-            solved = sum((row["reward"] or 0) >= run.success for row in rows)
-            if rows:
-                where = {"kind": kind, "batch": batch, "group": rows[0]["group"]}
-                out.append({**where, "solved": solved, "num": len(rows)})
+        for batch, file in batch_files(run.path, folder).items():
+            prompts = _solved_by_prompt(file, file.stat().st_mtime_ns, run.success)
+            if prompt_id in prompts:
+                out.append({"kind": kind, "batch": batch, **prompts[prompt_id]})
     return sorted(out, key=lambda row: row["batch"])
+
+
+@lru_cache(4096)
+def _solved_by_prompt(file: Path, written_ns: int, success: float) -> dict[str, dict[str, int]]:
+    """prompt_id -> its group, how many of its rollouts are solved, and of how many; read once while
+    the file stays. A file that cannot be read tells nothing.
+    """
+    try:
+        table = parquet.read_columns(file, ("prompt_id", "group", "reward"))
+    except parquet.BROKEN:
+        return {}
+    out: dict[str, dict[str, int]] = {}
+    for row in table.to_pylist() if table.num_columns == 3 else []:
+        one = out.setdefault(str(row["prompt_id"]), {"group": row["group"], "solved": 0, "num": 0})
+        one["solved"] += (row["reward"] or 0) >= success
+        one["num"] += 1
+    return out
 
 
 def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:

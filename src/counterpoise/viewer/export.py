@@ -40,6 +40,7 @@ def write_export(
         "run": api.run_info(run),
         "batches": {str(one.batch): _batch(one, prompts) for one in tables},
     }
+    embedded["run"]["evals"] = []
     embedded["run"]["batches"] = [
         {"batch": one.batch, "has_tokens": one.source == "tokens"} for one in tables
     ]
