@@ -156,7 +156,9 @@ def with_range(mean: float, least: float, most: float) -> str:
     >>> with_range(12.5, 10.0, 15.0), with_range(1200.0, math.nan, math.nan)
     ('12.5 (10 to 15)', '1,200')
     """
-    counts = [f"{x:,.1f}".removesuffix(".0") for x in (mean, least, most) if math.isfinite(x)]
+    counts = [
+        f"{x:,.{int(x < 100)}f}".removesuffix(".0") for x in (mean, least, most) if math.isfinite(x)
+    ]
     return f"{counts[0]} ({counts[1]} to {counts[2]})" if len(counts) == 3 else (counts or ["–"])[0]
 
 
