@@ -163,7 +163,7 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
         if plan is None:
             continue
         rollouts = (
-            table.to_pandas()
+            to_types(table.to_pandas(), NUMBERS)
             if table is not None and {"group", "reward"} <= set(table.column_names)
             else None
         )

@@ -272,6 +272,8 @@ def as_column(values: pa.ChunkedArray) -> Column:
         return Column(values.to_numpy().astype(np.int64))
     if pa.types.is_float32(values.type):
         return Column(values.to_numpy())
+    if not pa.types.is_floating(values.type) and not pa.types.is_integer(values.type):
+        return Column(np.full(len(values), np.nan))  # lists where numbers should be
     return Column(pc.cast(values, pa.float64()).to_numpy())
 
 
