@@ -4,10 +4,17 @@ with their address), examples without a clock, and fixtures of several files.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# tasks and plug-ins of the tests are found by the commands that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 try:  # verl's environment has no hypothesis
     from hypothesis import HealthCheck, settings
