@@ -26,6 +26,12 @@ def probe(
         list[str] | None,
         typer.Option("--set", help="A setting of the probe: --set pairs=100 (repeatable)."),
     ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="For probes that compare methods: all, or 'dapo, {name: dapo, plan: ...}'."
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin again instead of continuing.")
     ] = False,
@@ -49,13 +55,12 @@ def probe(
         import_from()
     from counterpoise import probes
 
+    settings = settings_of(set_ or []) | ({"methods": methods} if methods else {})
     with waiting(f"probing: {name}"):
         summary = (
             probes.pool(run, name)
             if pool
-            else probes.run_probe(
-                run, name, batch, settings_of(set_ or []), fresh=fresh, trust=trust
-            )
+            else probes.run_probe(run, name, batch, settings, fresh=fresh, trust=trust)
         )
     if json_:
         print_json(summary)

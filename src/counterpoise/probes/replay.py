@@ -11,34 +11,21 @@ import re
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy.stats import spearmanr
 
-from counterpoise.catalogue.method import Method
-from counterpoise.catalogue.registry import method as make_method
 from counterpoise.maths.columns import by_sign, is_flip
-from counterpoise.policy import load_model
+from counterpoise.probes.methods import Assigned, assign, named_method
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
 from counterpoise.probes.updates import try_update
 from counterpoise.run.files import inside, write_table
-from counterpoise.text import load_yaml
-from counterpoise.trainer.collect import measure_columns
-from counterpoise.types import Credit, TokenBatch
 
 LONGEST = 100  # letters of a folder's name
-
-
-class Assigned(NamedTuple):
-    """What a method made of the batch."""
-
-    method: Method
-    batch: TokenBatch
-    credit: Credit
 
 
 def replay(
@@ -68,7 +55,7 @@ def replay(
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
     scene = open_scene(run_dir, batch_number, trust=trust)
-    assigned = {label: assign(scene, made) for label, made in named.items()}
+    assigned = assign(scene, named)
     place = ("probes", "replay", f"batch_{batch_number:06d}", folder_name(list(named)))
     folder = inside(run_dir, *place)
     columns = credit_columns(scene, assigned)
@@ -101,40 +88,6 @@ def folder_name(specs: list[str]) -> str:
         name
         if len(name) <= LONGEST
         else f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    )
-
-
-def named_method(spec: str) -> tuple[str, Method]:
-    """``dapo`` or ``{name: dapo, plan: query_preserved}``, with the text as its label."""
-    axes: Any = load_yaml(spec, f"--method {spec!r}")
-    if isinstance(axes, str):
-        axes = {"name": axes}
-    if not isinstance(axes, dict) or not isinstance(axes.get("name"), str):
-        raise ValueError(
-            f"--method {spec!r}: expected a name, or a mapping with name, for example '{{name:"
-            " dapo, credit: [top_entropy]}'."
-        )
-    return spec, make_method(**axes)
-
-
-def assign(scene: Scene, method: Method) -> Assigned:
-    """Columns that the method needs, then its credit.
-
-    The run's own method gets the run's state, others their first.
-    """
-    reference = scene.reference
-    if reference is None and "ref_logp_NT" in method.needs:
-        reference = load_model(
-            scene.config.model, dtype=torch.float32, device=scene.policy.model.device
-        ).model
-    collected = measure_columns(scene.policy, method, scene.config, scene.collected, reference)
-    state = scene.state.method if method.describe() == scene.method.describe() else None
-    return Assigned(
-        method,
-        collected.batch,
-        method.assign(
-            collected.batch, state, seed=scene.config.seed, batch_number=scene.batch_number
-        ),
     )
 
 

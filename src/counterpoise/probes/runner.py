@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from counterpoise.errors import nearest
+from counterpoise.errors import check_text, nearest
 from counterpoise.probes.output import Output, pooled_tables, write_summary
 from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
 from counterpoise.run.files import batch_of, inside
@@ -195,6 +195,9 @@ def check_settings(name: str, given: dict[str, Any], known: dict[str, Any]) -> d
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"probe {name}: unknown setting {key!r}. {nearest(key, known)}")
+        if isinstance(known[key], str):
+            check_text(f"probe {name}", **{key: value})
+            continue
         if isinstance(known[key], bool) != isinstance(value, bool):
             raise ValueError(
                 f"probe {name}: {key} must be"

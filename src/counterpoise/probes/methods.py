@@ -1,0 +1,81 @@
+"""One saved batch under several methods: which, and the credit that each assigns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.registry import method as make_method
+from counterpoise.catalogue.registry import methods as known_methods
+from counterpoise.policy import load_model
+from counterpoise.probes.scene import Scene
+from counterpoise.text import load_yaml
+from counterpoise.trainer.collect import measure_columns
+from counterpoise.types import Credit, TokenBatch
+
+ALL = "all"  # every preset, those of plug-ins too
+
+
+class Assigned(NamedTuple):
+    """A method, the batch with the columns that it needs, and the credit that it assigns."""
+
+    method: Method
+    batch: TokenBatch
+    credit: Credit
+
+
+def methods_of(text: str) -> dict[str, Method]:
+    """``all`` for every preset, or a list as YAML writes it: ``dapo, {name: dapo, plan: ...}``.
+
+    >>> list(methods_of("dapo, {name: grpo, credit: [top_entropy]}"))
+    ['dapo', 'grpo, credit top_entropy']
+    """
+    where = f"methods {text!r}"
+    specs: Any = list(known_methods()) if text.strip() == ALL else load_yaml(f"[{text}]", where)
+    methods = [method_of(spec, where) for spec in specs]
+    labels = [method.label for method in methods]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if not methods or twice:
+        problem = f"{twice!r} is there twice" if twice else "no method"
+        raise ValueError(f"{where}: {problem}. Expected all, or each method once.")
+    return dict(zip(labels, methods))
+
+
+def named_method(spec: str) -> tuple[str, Method]:
+    """``dapo`` or ``{name: dapo, plan: query_preserved}``, with the text as its label."""
+    return spec, method_of(load_yaml(spec, f"--method {spec!r}"), f"--method {spec!r}")
+
+
+def method_of(axes: Any, where: str) -> Method:
+    """The method of a name, or of a mapping with ``name`` and axes."""
+    if isinstance(axes, str):
+        axes = {"name": axes}
+    if not isinstance(axes, dict) or not isinstance(axes.get("name"), str):
+        raise ValueError(
+            f"{where}: expected a name, or a mapping with name, for example '{{name: dapo, credit:"
+            " [top_entropy]}'."
+        )
+    return make_method(**axes)
+
+
+def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
+    """The credit of each method; a column that several need is measured once.
+
+    The run's own method gets the run's state, others their first.
+    """
+    collected, reference = scene.collected, scene.reference
+    out = {}
+    for label, method in methods.items():
+        if reference is None and "ref_logp_NT" in method.needs:
+            device = scene.policy.model.device
+            reference = load_model(scene.config.model, dtype=torch.float32, device=device).model
+        collected = measure_columns(scene.policy, method, scene.config, collected, reference)
+        state = scene.state.method if method.describe() == scene.method.describe() else None
+        credit = method.assign(
+            collected.batch, state, seed=scene.config.seed, batch_number=scene.batch_number
+        )
+        out[label] = Assigned(method, collected.batch, credit)
+    return out
