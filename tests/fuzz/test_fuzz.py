@@ -6,7 +6,7 @@ import pytest
 
 from fuzz import FUZZERS, find
 
-SHORT = {"recipes": 60, "folders": 6, "checkpoints": 4, "dumps": 60, "batches": 8, "kill_points": 6}
+SHORT = {"recipes": 60, "folders": 6, "checkpoints": 4, "dumps": 60, "batches": 8, "kill_points": 3}
 
 
 @pytest.mark.parametrize("name", FUZZERS)

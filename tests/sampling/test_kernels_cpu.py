@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 from counterpoise.policy import load_model
 from counterpoise.sampling import decoder, draw, engine, sample
 from counterpoise.sampling.kernels import cpu as kernels_cpu
+from helpers.quick_compiler import path_with_quick_compiler
 from helpers.tiny_models import row_logits, row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10], [11, 12, 13]]
@@ -473,6 +474,7 @@ BUILD = "from counterpoise.sampling.kernels import cpu; assert cpu.library() is 
 
 @native
 def test_processes_that_build_at_once_leave_one_whole_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", path_with_quick_compiler(tmp_path / "bin"))
     monkeypatch.setenv("COUNTERPOISE_CACHE", str(tmp_path))
     running = [
         subprocess.Popen([sys.executable, "-c", BUILD], stderr=subprocess.PIPE, text=True)

@@ -129,9 +129,9 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
     on, so that every writer can be hit.
     """
     more = {
-        "num_batches": 6,
+        "num_batches": 5,
         "method": {"name": "fade"},
-        "eval": {"every": 2, "prompts": 8},
+        "eval": {"every": 2, "prompts": 4},
         "checkpoint_every": 2,
     }
     whole = small(tmp_path, run_dir=str(tmp_path / "whole"), **more)
@@ -143,8 +143,8 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
     while True:
         process = start(torn, mode)
         watched = Path(torn["run_dir"]) / "metrics.jsonl"
-        goal = len(read_jsonl(watched)) + rng.choice((1, 2, 3))
-        while process.poll() is None and not (len(read_jsonl(watched)) >= goal and kills < 3):
+        goal = len(read_jsonl(watched)) + rng.choice((1, 2))
+        while process.poll() is None and not (len(read_jsonl(watched)) >= goal and kills < 2):
             time.sleep(0.02)
         if process.poll() is None:
             time.sleep(rng.random() * 0.3)
@@ -155,7 +155,7 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
             break
         assert process.returncode == -signal.SIGKILL, error
         mode = "resume" if checkpoint.checkpoints(Path(torn["run_dir"])) else "fresh"
-    assert kills >= 2
+    assert kills == 2
     assert metrics(whole["run_dir"]) == metrics(torn["run_dir"])
     assert read_jsonl(Path(whole["run_dir"]) / "evals.jsonl") == read_jsonl(
         Path(torn["run_dir"]) / "evals.jsonl"
