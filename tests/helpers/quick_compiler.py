@@ -1,4 +1,4 @@
-"""A C compiler that does not optimise: tests of building, not of speed, take a tenth of the time."""
+"""A C compiler that does not optimise, for tests of building: a tenth of the time."""
 
 from __future__ import annotations
 
