@@ -2,7 +2,8 @@
 
 A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k)
 alone, and ``reward(prompt, text)``.
-``train`` streams are endless. ``grade`` (see ``graders``) runs rewards so that a hanging or raising
+``train`` streams are endless. A task may also have ``first_error(prompt, text)``, the offset of the
+character at which an answer first goes wrong (see ``first_error``). ``grade`` (see ``graders``) runs rewards so that a hanging or raising
 one cannot stop a run; a task whose reward is a few safe lines says so with ``is_trusted = True``
 and is graded in the caller's process."""
 
@@ -17,7 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 from counterpoise.errors import check_number, import_path, nearest
 from counterpoise.types import Prompt
 
-__all__ = ["Grades", "Task", "WithReward", "grade", "task"]
+__all__ = ["FirstError", "Grades", "Task", "WithReward", "first_error", "grade", "task"]
+
+# (prompt, text) -> character offset, or None where the answer is right or the place is not known
+FirstError = Callable[[Prompt, str], "int | None"]
 
 # import paths, so that a task's own libraries are imported only when it is asked for
 BUILT_IN = {
@@ -49,6 +53,33 @@ class WithReward:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return self.fn(prompt, text)
+
+    @property
+    def first_error(self) -> FirstError:
+        """The task's own, where it has one."""
+        return self.task.first_error  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def first_error(task: Task, prompt: Prompt, text: str) -> int | None:
+    """The character at which an answer first goes wrong, as the task says it.
+
+    ``len(text)`` means that everything is right so far and the answer ends too early. None: the
+    answer is right, the place is not known, or the task does not tell.
+
+    >>> sums = task("arithmetic")
+    >>> prompt = Prompt("", "What is 7 - 3?", "4")
+    >>> first_error(sums, prompt, "Start with 7. Then 7 less 3 makes 5. So the answer is 5.")
+    34
+    """
+    find: FirstError | None = getattr(task, "first_error", None)
+    offset = find(prompt, text) if find else None
+    is_offset = isinstance(offset, int) and not isinstance(offset, bool)
+    if offset is not None and not (is_offset and 0 <= offset <= len(text)):
+        raise ValueError(
+            f"task {type(task).__name__}: first_error gave {offset!r} for a text of {len(text)}"
+            " characters. Expected an offset from 0 to that length, or None."
+        )
+    return offset
 
 
 def task(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import random
 import re
 from collections.abc import Iterator
-from itertools import count
+from itertools import accumulate, count
 
 from counterpoise.types import Prompt
 
@@ -37,6 +38,8 @@ RESULTS = ("makes", "gives", "is")
 CLOSING = "So the answer is {}."
 
 _CLOSING = re.compile(r"So the answer is (-?\d+)\.\s*\Z")
+# what a worked answer says: numbers, operators and the words before its result
+_ATOM = re.compile(rf"-?\d+|\b(?:{'|'.join((*PLUS, *MINUS))})\b|{CLOSING.partition(' {')[0]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +96,32 @@ class Arithmetic:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the text ends with the closing sentence and the right number, else 0.0."""
-        closing = _CLOSING.search(text)
-        return float(closing is not None and closing[1] == prompt.answer)
+        return float(is_right(prompt, text))
+
+    def first_error(self, prompt: Prompt, text: str) -> int | None:
+        """The offset of the first character that no right answer has there.
+
+        Numbers, operators and the closing words are read in order and held against the true chain;
+        the words around them are free. A digit too many, too few or wrong is an error at that
+        character, so the right first digit of a wrong number is not. An error stays the first one
+        even if all that follows is consistent with it, and also where the result is right by luck.
+        ``len(text)``: right so far, and then it ends. None for answers without an error, and for
+        texts without a number, an operator or a closing.
+
+        >>> prompt = Prompt("", "What is 7 + 8?", "15")
+        >>> text = "Start with 7. Then 7 plus 8 makes 14. So the answer is 14."
+        >>> text[Arithmetic().first_error(prompt, text) :]
+        '4. So the answer is 14.'
+        """
+        atoms, chain = list(_ATOM.finditer(text)), chain_of(prompt)
+        if not atoms:
+            return None
+        for atom, expected in zip(atoms, chain):
+            if atom[0] not in expected:
+                return _departure(text, atom, expected)
+        if is_right(prompt, text):
+            return None
+        return len(text) if len(atoms) < len(chain) else _end_of_answer(text, atoms[len(chain) - 1])
 
     def _prompt(self, split: str, seed: int, position: int) -> Prompt:
         rng = random.Random(
@@ -147,6 +174,43 @@ def split_of(problem: str) -> str:
     """``train`` or ``test``, by a hash of the problem's text."""
     digest = hashlib.sha256(problem.encode()).digest()
     return "test" if int.from_bytes(digest[:8], "big") < TEST_FRAC * 2**64 else "train"
+
+
+def is_right(prompt: Prompt, text: str) -> bool:
+    """Whether the text ends with the closing sentence and the right number."""
+    closing = _CLOSING.search(text)
+    return closing is not None and closing[1] == prompt.answer
+
+
+def chain_of(prompt: Prompt) -> list[tuple[str, ...]]:
+    """What a worked answer says in order, each with all the ways to say it.
+
+    >>> chain_of(Prompt("", "What is 7 - 3?", "4"))[:4]
+    [('7',), ('7',), ('minus', 'less'), ('3',)]
+    """
+    numbers = [int(n.replace(" ", "")) for n in re.findall(r"[+-]? ?\d+", prompt.text)]
+    totals = list(accumulate(numbers))
+    out: list[tuple[str, ...]] = [(str(numbers[0]),)]
+    for before, number, after in zip(totals, numbers[1:], totals[1:]):
+        words = PLUS if number > 0 else MINUS
+        out += [(str(before),), words, (str(abs(number)),), (str(after),)]
+    return [*out, (CLOSING.partition(" {")[0],), (str(totals[-1]),)]
+
+
+def _departure(text: str, atom: re.Match[str], expected: tuple[str, ...]) -> int:
+    """Where a wrong number, operator or closing sentence begins to be wrong."""
+    if all(one.lstrip("-").isdigit() for one in (atom[0], expected[0])):
+        return atom.start() + len(os.path.commonprefix([atom[0], expected[0]]))
+    is_word_missing = atom[0].lstrip("-").isdigit() and CLOSING.startswith(expected[0])
+    # a further step where the answer should close: its first word is wrong already
+    return text.rfind(". ", 0, atom.start()) + 2 if is_word_missing else atom.start()
+
+
+def _end_of_answer(text: str, last: re.Match[str]) -> int:
+    """Where a text goes on behind the right result, or ends without its full stop."""
+    rest = text[last.end() :]
+    spaces = len(rest[1:]) - len(rest[1:].lstrip())
+    return last.end() + (1 + spaces if rest.startswith(".") else 0)
 
 
 def demonstration(prompt: Prompt, rng: random.Random) -> str:
