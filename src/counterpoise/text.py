@@ -183,3 +183,13 @@ def _scaled(mean: float | None, low: float | None, high: float | None, form: str
 
 def _symbol(char: str) -> str:
     return {"\n": "⏎", "\t": "⇥"}.get(char) or f"⟨U+{ord(char):04X}⟩"
+
+
+def shared_length(first: str, second: str) -> int:
+    """How many characters two texts have in common from their beginning.
+
+    >>> shared_length("makes 14", "makes 15")
+    7
+    """
+    pairs = enumerate(zip(first, second))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -60,11 +60,15 @@ def test_the_guide_to_your_own_task(tmp_path, monkeypatch):
             importlib.invalidate_caches()
             printed = run_python(code, {})
             assert [line.split()[-2:] for line in printed.splitlines()] == [["1.0", "0.0"]] * 3
-    from counterpoise.tasks import task
+    from counterpoise import Prompt
+    from counterpoise.tasks import first_error, task
 
     prompt = next(iter(task("arithmetic").prompts("train", 0)))
     graded = task("arithmetic", reward="my_rewards:short_and_right")
     assert graded.reward(prompt, f"It is {prompt.answer}.") == pytest.approx(0.97)
+    traced = task("my_traced_task:Traced")
+    answer = Prompt("", "Write abcd backwards.", "dcba")
+    assert [first_error(traced, answer, text) for text in ("dcab", "dc", "dcba")] == [2, 2, None]
 
 
 def run_command(line: str, monkeypatch) -> None:

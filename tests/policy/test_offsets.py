@@ -54,7 +54,7 @@ def test_bytes_of_a_character_belong_to_it(text: str, place: int):
     for one in tokenizer.convert_ids_to_tokens(ids):
         total += len(one)
         ends.append(total)
-    row = ids[:place] + [tokenizer.eos_token_id] + ids[place:]
+    row = [*ids[:place], tokenizer.eos_token_id, *ids[place:]]
     for at in range(len(text)):
         num_bytes = len(text[: at + 1].encode())
         plain = next(k for k, end in enumerate(ends) if end >= num_bytes)

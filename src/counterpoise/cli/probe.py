@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
+from counterpoise.cli.show import (
+    Json,
+    Trust,
+    check_run,
+    counting,
+    import_from,
+    print_json,
+    print_table,
+    say,
+)
 
 
 def probe(
@@ -15,7 +24,9 @@ def probe(
     name: Annotated[
         str,
         typer.Option(
-            "--probe", help="flips, coupling, counterfactual, value, exchangeability, tax or drift."
+            "--probe",
+            help="flips, coupling, counterfactual, value, exchangeability, tax, drift,"
+            " localisation or token_value.",
         ),
     ],
     batch: Annotated[
@@ -56,19 +67,23 @@ def probe(
     from counterpoise import probes
 
     settings = settings_of(set_ or []) | ({"methods": methods} if methods else {})
-    with waiting(f"probing: {name}"):
+    with counting(f"probing: {name}") as report:
         summary = (
             probes.pool(run, name)
             if pool
-            else probes.run_probe(run, name, batch, settings, fresh=fresh, trust=trust)
+            else probes.run_probe(
+                run, name, batch, settings, fresh=fresh, trust=trust, report=report
+            )
         )
     if json_:
         print_json(summary)
         return
     rest = f", {summary['num_prompts']} prompts" if "num_prompts" in summary else ""
     say(f"{name} of {run}, batch {summary.get('batch', summary.get('batches'))}{rest}")
-    for line in lines_of(summary["numbers"]):
-        say(line)
+    sheet = probes.PROBES[name].sheet(summary["numbers"])
+    say(*(sheet.notes if sheet else lines_of(summary["numbers"])))
+    if sheet:
+        print_table(sheet.head, sheet.rows, left=sheet.head[:1])
     say(
         f"raw data and figure: {summary['folder']}"
         if "no_figure" not in summary

@@ -7,8 +7,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -17,6 +18,7 @@ import typer
 from counterpoise.errors import nearest
 from counterpoise.text import visible
 
+LINE_EVERY_S = 20.0  # without a terminal, a line of progress at most this often
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Trust = Annotated[
     bool,
@@ -94,9 +96,9 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
     for row in rows:
         # Text, not str: a label is somebody's config and may hold markup or escapes
         table.add_row(*(Text(visible(cell)) for cell in row))
-    console = Console()
     # a file or a pipe has no width: a wrapped line could not be read by a program
-    console.print(table, width=None if console.is_terminal else 10_000, soft_wrap=True)
+    console = Console() if Console().is_terminal else Console(width=10_000)
+    console.print(table, soft_wrap=True)
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
@@ -105,3 +107,32 @@ def waiting(text: str) -> AbstractContextManager[object]:
     from rich.text import Text
 
     return Console(stderr=True).status(Text(visible(text)))
+
+
+@contextmanager
+def counting(text: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr with the time left; the block calls what it gets with (of what, how many are
+    finished, of how many). Where stderr is no terminal, a line now and then.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    console, last = Console(stderr=True), time.monotonic()
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, MofNCompleteColumn(), BarColumn(bar_width=20), Elapsed(), "left", Remaining())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        part = bar.add_task(visible(text), total=None)
+
+        def report(what: str, num: int, total: int) -> None:
+            nonlocal last
+            description = f"{visible(text)}: {visible(what)}"
+            bar.update(part, description=description, completed=num, total=total)
+            if not console.is_terminal and time.monotonic() - last > LINE_EVERY_S:
+                last = time.monotonic()
+                left = bar.tasks[0].time_remaining
+                rest = "" if left is None else f", about {left:.0f} s left"
+                say(f"{description} {num} of {total}{rest}", file=sys.stderr)
+
+        yield report

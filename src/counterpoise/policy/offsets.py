@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
+
+from counterpoise.text import shared_length
 
 
 def token_at(tokenizer: Any, token_ids: Sequence[int], offset: int) -> int | None:
@@ -25,7 +26,7 @@ def token_at(tokenizer: Any, token_ids: Sequence[int], offset: int) -> int | Non
     def num_settled(num_tokens: int) -> int:
         """Characters of the text that the first tokens settle; bytes of an open one do not."""
         part = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True)
-        return len(os.path.commonprefix([text, part]))
+        return shared_length(text, part)
 
     counts = range(len(token_ids) + 1)
     if offset < len(text):

@@ -10,19 +10,32 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from counterpoise.probes.localisation import first_error_tokens, localise
     from counterpoise.probes.runner import PROBES, Probe, pool, run_probe
     from counterpoise.probes.scene import Scene, open_scene
     from counterpoise.probes.updates import Change, try_update
 
 # the module that has a name -> the names
 _HOMES = {
+    "counterpoise.probes.localisation": ("first_error_tokens", "localise"),
     "counterpoise.probes.runner": ("PROBES", "Probe", "pool", "run_probe"),
     "counterpoise.probes.scene": ("Scene", "open_scene"),
     "counterpoise.probes.updates": ("Change", "try_update"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["PROBES", "Change", "Probe", "Scene", "open_scene", "pool", "run_probe", "try_update"]
+__all__ = [
+    "PROBES",
+    "Change",
+    "Probe",
+    "Scene",
+    "first_error_tokens",
+    "localise",
+    "open_scene",
+    "pool",
+    "run_probe",
+    "try_update",
+]
 
 
 def __getattr__(name: str) -> object:

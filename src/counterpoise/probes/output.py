@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,6 +25,8 @@ Rows = list[dict[str, Any]]
 Frame = Any  # a pandas DataFrame; what indexing one gives is beyond the type checker
 Drawing = Any  # a plotly figure
 NumberDict = dict[str, "float | None"]  # mean, low, high of a number; None where not defined
+Report = Callable[[str, int, int], None]  # of what, how many are finished, of how many
+Item = TypeVar("Item")
 LEAST_CLUSTERS = 3  # a number that rests on fewer prompts has no interval
 STRIDE = 1_000_000  # above any number of prompts in a batch
 
@@ -40,7 +42,9 @@ class Output:
         settings: dict[str, Any],
         *,
         fresh: bool = False,
+        report: Report | None = None,
     ) -> None:
+        self.report = report
         self.folder = inside(run_dir, "probes", name, f"batch_{batch_number:06d}")
         self.facts = {
             "schema_version": SCHEMA_VERSION,
@@ -77,6 +81,17 @@ class Output:
                 ),
             )
         return path
+
+    def track(self, items: Sequence[Item], what: str) -> Iterator[Item]:
+        """The items one by one; ``report`` hears before each how many are finished, so that a long
+        probe tells how far it is and prints nothing itself.
+        """
+        for num, item in enumerate(items):
+            if self.report:
+                self.report(what, num, len(items))
+            yield item
+        if self.report:
+            self.report(what, len(items), len(items))
 
     def tables(self) -> dict[str, Frame]:
         """Everything that was written, by name."""

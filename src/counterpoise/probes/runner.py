@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from counterpoise.errors import check_text, nearest
-from counterpoise.probes.output import Output, pooled_tables, write_summary
+from counterpoise.probes.output import Output, Report, pooled_tables, write_summary
 from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
+from counterpoise.probes.sheet import Sheet
 from counterpoise.run.files import batch_of, inside
 from counterpoise.run.read import batch_files, checkpoints
 
 
 class Probe(NamedTuple):
     """``module`` holds ``probe(scene or run folder and batch, output, *, settings)``, which writes
-    tables, ``summarise(tables) -> numbers`` and ``figure(numbers)``.
+    tables, ``summarise(tables) -> numbers`` and ``figure(numbers)``; ``sheet(numbers)`` where the
+    terminal shows a table.
     """
 
     module: str
@@ -42,6 +44,11 @@ class Probe(NamedTuple):
         return write_summary(
             folder, facts | num_prompts(tables), numbers, lambda: module.figure(numbers)
         )
+
+    def sheet(self, numbers: dict[str, Any]) -> Sheet | None:
+        """What the terminal shows as a table, for probes that compare rules."""
+        make = getattr(importlib.import_module(self.module), "sheet", None)
+        return make(numbers) if make else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -82,6 +89,11 @@ PROBES = {
     "drift": Probe(
         "counterpoise.probes.drift", True, "how the policy moves among verified solutions"
     ),
+    "localisation": Probe(
+        "counterpoise.probes.localisation",
+        True,
+        "whether credit falls on the first wrong token of a failed rollout, per method",
+    ),
 }
 
 
@@ -94,6 +106,7 @@ def run_probe(
     fresh: bool = False,
     scene: Scene | None = None,
     trust: bool = False,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Run a probe, or what is left of it, and return its summary (also in
     ``RUN/probes/<name>/update_N/summary.json``).
@@ -106,9 +119,10 @@ def run_probe(
         fresh: begin again.
         scene: the batch, if it is open already: for several probes of one batch.
         trust: import the code that the folder's recipe names, as in ``open_scene``.
+        report: called with (of what, how many are finished, of how many) while a long probe works.
     """
     output = make_tables(
-        run_dir, name, batch_number, settings, fresh=fresh, scene=scene, trust=trust
+        run_dir, name, batch_number, settings, fresh=fresh, scene=scene, trust=trust, report=report
     )
     return PROBES[name].summary(output.folder, output.facts, output.tables())
 
@@ -122,6 +136,7 @@ def make_tables(
     fresh: bool = False,
     scene: Scene | None = None,
     trust: bool = False,
+    report: Report | None = None,
 ) -> Output:
     """The raw data of a probe alone, without numbers and figure."""
     chosen = probe_of(name)
@@ -138,7 +153,7 @@ def make_tables(
         else (run_dir, batch_number)
     )
     output = Output(
-        run_dir, name, batch_number, whole, fresh=fresh
+        run_dir, name, batch_number, whole, fresh=fresh, report=report
     )  # last: --fresh drops what is there
     chosen.run(*subject, output, **whole)
     return output

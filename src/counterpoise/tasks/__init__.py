@@ -3,9 +3,9 @@
 A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k)
 alone, and ``reward(prompt, text)``.
 ``train`` streams are endless. A task may also have ``first_error(prompt, text)``, the offset of the
-character at which an answer first goes wrong (see ``first_error``). ``grade`` (see ``graders``) runs rewards so that a hanging or raising
-one cannot stop a run; a task whose reward is a few safe lines says so with ``is_trusted = True``
-and is graded in the caller's process."""
+character at which an answer first goes wrong (see ``first_error``). ``grade`` (see ``graders``)
+runs rewards so that a hanging or raising one cannot stop a run; a task whose reward is a few safe
+lines says so with ``is_trusted = True`` and is graded in the caller's process."""
 
 from __future__ import annotations
 

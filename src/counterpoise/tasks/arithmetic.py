@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import random
 import re
 from collections.abc import Iterator
 from itertools import accumulate, count
 
+from counterpoise.text import shared_length
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -200,7 +200,7 @@ def chain_of(prompt: Prompt) -> list[tuple[str, ...]]:
 def _departure(text: str, atom: re.Match[str], expected: tuple[str, ...]) -> int:
     """Where a wrong number, operator or closing sentence begins to be wrong."""
     if all(one.lstrip("-").isdigit() for one in (atom[0], expected[0])):
-        return atom.start() + len(os.path.commonprefix([atom[0], expected[0]]))
+        return atom.start() + shared_length(atom[0], expected[0])
     is_word_missing = atom[0].lstrip("-").isdigit() and CLOSING.startswith(expected[0])
     # a further step where the answer should close: its first word is wrong already
     return text.rfind(". ", 0, atom.start()) + 2 if is_word_missing else atom.start()
