@@ -4,9 +4,11 @@ third-party package hidden; without it one line says what to install.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,13 +31,41 @@ TINY = {
 }
 
 
-def command(extra: str, *args: object) -> subprocess.CompletedProcess[str]:
-    """``counterpoise ARGS`` where only ``extra`` is installed."""
-    code = (
-        f"import sys; from counterpoise.cli import main; sys.argv[1:] = {[*map(str, args)]}; main()"
-    )
-    python = [sys.executable, str(SCRIPT), extra, code]
-    return subprocess.run(python, capture_output=True, text=True, timeout=600)
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+# several commands in one process: most of its time are the imports
+RUN = """
+import contextlib, io, json, sys
+from counterpoise.cli import main
+for args in json.loads(sys.argv[3]):
+    sys.argv[1:], code, out, err = args, 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def commands(extra: str, *lists: list[object]) -> list[Result]:
+    """``counterpoise ARGS`` for each list of arguments, where only ``extra`` is installed."""
+    args = json.dumps([[str(word) for word in words] for words in lists])
+    python = [sys.executable, str(SCRIPT), extra, RUN, args]
+    process = subprocess.run(python, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    return [Result(*json.loads(line)) for line in process.stdout.splitlines()]
+
+
+def check_commands(extra: str, *lists: list[object]) -> list[Result]:
+    """The same, and each of them works."""
+    results = commands(extra, *lists)
+    assert [result.code for result in results] == [0] * len(lists), [r.err for r in results]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -43,45 +73,45 @@ def run_dir(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run") / "a", num_batches=2, prompts=2, group_size=2)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["methods"]])
-def test_the_core_answers_without_any_extra(args):
-    result = command("", *args)
-    assert result.returncode == 0, result.stderr
+def test_the_core_answers_without_any_extra():
+    check_commands("", ["--help"], ["--version"], ["methods"])
 
 
-@pytest.mark.parametrize(
-    ("extra", "args", "line"),
-    [
-        ("", ["train", "x.yaml"], "train needs the package 'typer'. Install it: pip install"),
-        ("", ["methods", "dapo"], "pip install 'counterpoise[cli]'"),
-        ("cli", ["report", "x"], "pip install 'counterpoise[report]'"),
-        ("cli", ["train", "demo"], "pip install 'counterpoise[train]'"),
-        ("cli", ["audit", V1_RUN], "pip install 'counterpoise[report]'"),
-        ("cli", ["import", "trl", "x", "--out", "y"], "pip install 'counterpoise[report]'"),
-        ("cli", ["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
-        ("", ["init"], "pip install 'counterpoise[cli]'"),
-        ("trl", ["view", "x"], "pip install 'counterpoise[report]'"),
-        ("trl", ["train", "demo"], "'tensorboard' is not installed. pip install tensorboard"),
-        ("report", ["train", ROOT / "recipes" / "demo.yaml"], "pip install 'counterpoise[train]'"),
+DEMO = ROOT / "recipes" / "demo.yaml"
+MISSING = {
+    "": [
+        (["train", "x.yaml"], "train needs the package 'typer'. Install it: pip install"),
+        (["methods", "dapo"], "pip install 'counterpoise[cli]'"),
+        (["init"], "pip install 'counterpoise[cli]'"),
     ],
-)
-def test_what_is_missing_is_one_line(extra, args, line):
-    result = command(extra, *args)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr and line in result.stderr.splitlines()[-1]
+    "cli": [
+        (["report", "x"], "pip install 'counterpoise[report]'"),
+        (["train", "demo"], "pip install 'counterpoise[train]'"),
+        (["audit", V1_RUN], "pip install 'counterpoise[report]'"),
+        (["import", "trl", "x", "--out", "y"], "pip install 'counterpoise[report]'"),
+        (["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
+    ],
+    "trl": [
+        (["view", "x"], "pip install 'counterpoise[report]'"),
+        (["train", "demo"], "'tensorboard' is not installed. pip install tensorboard"),
+    ],
+    "report": [(["train", DEMO], "pip install 'counterpoise[train]'")],
+}
 
 
-def test_cli_shows_a_method():
-    result = command("cli", "methods", "delta")
-    assert result.returncode == 0, result.stderr
+@pytest.mark.parametrize("extra", MISSING)
+def test_what_is_missing_is_one_line(extra):
+    results = commands(extra, *(args for args, _ in MISSING[extra]))
+    for (args, line), result in zip(MISSING[extra], results, strict=True):
+        assert result.code == 2, args
+        assert "Traceback" not in result.err and line in result.err.splitlines()[-1], args
 
 
-def test_cli_alone_writes_a_recipe_and_sees_the_doctor(tmp_path):
-    result = command("cli", "init", tmp_path / "mine")
-    assert result.returncode == 0, result.stderr
-    result = command("cli", "doctor")
-    assert result.returncode == 0, result.stderr
-    assert "report, compare, view, audit, import need more packages" in result.stdout
+def test_cli_alone_shows_a_method_writes_a_recipe_and_sees_the_doctor(tmp_path):
+    *_, doctor = check_commands(
+        "cli", ["methods", "delta"], ["init", tmp_path / "mine"], ["doctor"]
+    )
+    assert "report, compare, view, audit, import need more packages" in doctor.out
 
 
 def test_report_alone_audits_and_imports(run_dir, tmp_path):
@@ -96,23 +126,21 @@ def test_report_alone_audits_and_imports(run_dir, tmp_path):
         "advantage": [1.0, -1.0],
     }
     pq.write_table(pa.table(columns), tmp_path / "completions_00004.parquet")
-    for args in (
+    check_commands(
+        "report",
         ["audit", run_dir],
         ["import", "trl", tmp_path, "--out", tmp_path / "imported"],
         ["view", tmp_path / "imported", "--export", tmp_path / "pages"],
-    ):
-        result = command("report", *args)
-        assert result.returncode == 0, result.stderr
+    )
 
 
 def test_report_alone_reports_compares_and_views(run_dir, tmp_path):
-    for args in (
+    check_commands(
+        "report",
         ["report", run_dir, "--out", tmp_path / "page.html"],
         ["compare", run_dir, "--no-page"],
         ["view", run_dir, "--export", tmp_path / "pages"],
-    ):
-        result = command("report", *args)
-        assert result.returncode == 0, result.stderr
+    )
     assert (tmp_path / "page.html").is_file() and (tmp_path / "pages" / "index.html").is_file()
     served = "import counterpoise.viewer.server, uvicorn"
     subprocess.run([sys.executable, str(SCRIPT), "report", served], check=True, timeout=300)
@@ -121,15 +149,12 @@ def test_report_alone_reports_compares_and_views(run_dir, tmp_path):
 def test_train_alone_trains_evaluates_probes_and_says_what_report_needs(tmp_path):
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
     run_dir = tmp_path / "run"
-    recipe = ROOT / "recipes" / "demo.yaml"
-    result = command("train", "train", recipe, *settings, "--set", f"run_dir={run_dir}")
-    assert result.returncode == 0, result.stderr
-    assert "report and view need more packages: pip install 'counterpoise[report]'" in result.stdout
-    for args in (
+    train, *_ = check_commands(
+        "train",
+        ["train", DEMO, *settings, "--set", f"run_dir={run_dir}"],
         ["eval", run_dir, "--prompts", 4],
         ["audit", run_dir],
         ["probe", run_dir, "--probe", "flips"],
         ["replay", run_dir, "--batch", 1, "--method", "dapo", "--method", "delta"],
-    ):
-        result = command("train", *args)
-        assert result.returncode == 0, result.stderr
+    )
+    assert "report and view need more packages: pip install 'counterpoise[report]'" in train.out
