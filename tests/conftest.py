@@ -5,11 +5,16 @@ with their address), examples without a clock, and fixtures of several files.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# a shell's background job ignores Ctrl-C, and so would every command that a test starts and stops
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # tasks and plug-ins of the tests are found by the commands that tests start
 os.environ["PYTHONPATH"] = os.pathsep.join(
