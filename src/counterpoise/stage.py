@@ -61,7 +61,7 @@ class Stage:
         columns: optional columns of a batch that it reads: a name, several, or a function of its
             parameters that gives them. ``needs`` is the answer.
         report: ``report(before_NT, after_NT, batch, *, params) -> dict``, a credit rule's own
-            numbers to log.
+            numbers to log; ``state`` is the one after the batch, for a rule with memory.
         prepare: ``prepare(update_logp_NT, rows, *, params) -> update_NT``, what a loss must know of
             a whole update before it is cut.
         init: ``init(*, params) -> state`` (JSON) of a stage with memory; its ``fn`` then takes the

@@ -77,7 +77,13 @@ def made(axis: str, name: str):
 
 
 def run_rule(name: str, batch: cp.TokenBatch) -> torch.Tensor:
-    return call(made("credit", name), start(batch), batch, generator=seeded_generator(0, 0, "test"))
+    """Its credit; of a rule with memory, that of the batch after one that it has seen."""
+    rule, offers = made("credit", name), {"generator": seeded_generator(0, 0, "test")}
+    if rule.init is None:
+        return call(rule, start(batch), batch, **offers)
+    seen = make_batch(seed=1)
+    _, state = call(rule, rule.start(), start(seen), seen, **offers)
+    return call(rule, json.loads(json.dumps(state)), start(batch), batch, **offers)[0]
 
 
 PERMUTATION = torch.randperm(16, generator=torch.Generator().manual_seed(3))

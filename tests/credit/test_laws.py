@@ -39,6 +39,10 @@ NEUTRAL = [
     rules.covariance(low=1e9, high=1e10),
     rules.focal(gamma=0.0),
     rules.kl_penalty(coef=0.0),
+    rules.soften_negatives(kappa=0.0),
+    rules.negative_mass(factor=1.0),
+    rules.negatives(mass=1.0, location=0.0),
+    rules.even_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform, per_side=True),
     rules.only_positive(rule=rules.uniform),
@@ -75,6 +79,10 @@ EVERY_RULE = [
     rules.covariance(fraction=0.2, low=0.1234567),
     rules.focal(gamma=1.0),
     rules.kl_penalty(estimator="k3", coef=0.1),
+    rules.soften_negatives(kappa=0.5),
+    rules.negative_mass(factor=0.3),
+    rules.negatives(mass=0.3, location=0.7),
+    rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
     rules.only_positive(rule=rules.ktae()),
@@ -204,6 +212,9 @@ KEEPS_SIGN = (
     "spurious",
     "covariance",
     "focal",
+    "soften_negatives",
+    "negative_mass",
+    "negatives",
 )
 
 
@@ -276,7 +287,8 @@ def test_the_table_binds_builds_and_pickles():
         [[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2
     )
     credit_NT = spread([1.0, -1.0], batch)
-    for name in set(rules.RULES) - {"delta", "keep_mass", "only_positive", "only_negative"}:
+    nests = {"keep_mass", "even_mass", "only_positive", "only_negative"}
+    for name in set(rules.RULES) - {"delta", "value_baseline", *nests}:
         rule = build("credit rule", rules.RULES, {"name": name})
         assert torch.equal(
             run(pickle.loads(pickle.dumps(rule)), credit_NT, batch),
@@ -327,6 +339,11 @@ BAD = [
     (rules.kl_penalty, {"estimator": "k4"}, "kl: estimator must be one of k1, k2, k3, got 'k4'"),
     (rules.edits, {"first_edits": 0}, "first_edits must be a whole number >= 1"),
     (rules.edits, {"serving": "max"}, "serving must be one of sum, mean"),
+    (rules.soften_negatives, {"kappa": -1.0}, "kappa must be a number >= 0, got -1.0"),
+    (rules.negative_mass, {"factor": "half"}, "factor must be a number >= 0, got 'half'"),
+    (rules.negatives, {"mass": -0.1}, "negatives: mass must be a number >= 0"),
+    (rules.negatives, {"location": 1.5}, "location must be a number >= 0 and <= 1, got 1.5"),
+    (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),
 ]

@@ -67,7 +67,12 @@ RULES = {
     "covariance": Rule({"fraction": 0.2, "low": -100.0, "high": 100.0}, is_random=True),
     "focal": Rule({"gamma": 1.0}),
     "kl_penalty": Rule({"coef": 0.1}, keeps_sign=False),
+    "soften_negatives": Rule(),
+    "negative_mass": Rule(),
+    "negatives": Rule({"mass": 0.5, "location": 0.5}),
+    "value_baseline": Rule({"features": 3, "siblings": True}, keeps_sign=False),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
+    "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),
     "only_negative": Rule({"rule": "top_entropy"}),
 }

@@ -38,7 +38,7 @@ def apply_rules(
         credit_NT, new_state = out if memory else (out, None)
         after.append(new_state)
         credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
-        metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, reduce)
+        metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, new_state, reduce)
     return Chain(credit_NT, after, metrics)
 
 
@@ -62,7 +62,7 @@ def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def _rule_metrics(
-    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, reduce: Reduce
+    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, state: Any, reduce: Reduce
 ) -> dict[str, float]:
     """What a rule did: share of credited tokens kept, mass sum|credit| after / before, log-prob of
     kept and dropped; then its own report.
@@ -76,5 +76,6 @@ def _rule_metrics(
         "dropped_logp": masked_mean(batch.sampler_logp_NT, had_NT & ~has_NT, reduce),
     }
     if rule.report:
-        metrics |= call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
+        offers = {"state": state, "reduce": reduce, **rule.settings}
+        metrics |= call(rule.report, before_NT, after_NT, batch, **offers)
     return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}

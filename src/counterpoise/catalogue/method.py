@@ -75,7 +75,7 @@ class Method:
         terms: the loss axis, (trainer_logp_NT, rows) -> TokenLoss, added up.
         reduction: (mask_NT, credit_NT, advantage_N) -> scale_NT.
         planner: (group_N, reward_N, length_N) -> rows of each update.
-        controller: state over batches that sets parameters of the advantage and of the first rule.
+        controller: state over batches that sets parameters of the advantage and of a credit rule.
         success: a reward of at least this much is a success, for this method; None leaves it to the
             batch.
     """
@@ -359,8 +359,8 @@ def change_axes(method: Method, axes: Mapping[str, Axis]) -> Method:
     """A method with some axes changed.
 
     A name, a mapping with ``name``, a function or a list of them replaces the axis; a mapping
-    without ``name`` changes parameters of the stage that is there (of the first one, where there
-    are several)."""
+    without ``name`` changes parameters of the stage that is there (the first that has them).
+    """
     fields: dict[str, Any] = {}
     for axis, spec in axes.items():
         if axis not in AXES:
@@ -380,7 +380,9 @@ def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> A
             )
         check_keys(f"method: {axis}", spec)
         if isinstance(current, tuple):
-            return (current[0](**spec), *current[1:])
+            has = [spec.keys() <= stage.parameters.keys() for stage in current]
+            at = has.index(True) if any(has) else 0
+            return (*current[:at], current[at](**spec), *current[at + 1 :])
         return current(**spec)
     if not several:
         is_off = spec is None and axis == "controller"

@@ -38,7 +38,8 @@ def entropy_target(
     Args:
         state: {"value", "first_entropy"}.
         batch: reads entropy_NT.
-        path: "advantage.<parameter>", or "credit.<parameter>" for the first credit rule.
+        path: "advantage.<parameter>", or "credit.<parameter>" for the first credit rule that has
+            it.
         start: the first value, in [lo, hi].
         lo, hi: bounds of the value.
         rate: how far one nat of error moves the value; > 0 where a larger value raises the entropy,

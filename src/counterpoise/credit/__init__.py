@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from counterpoise.credit.align import edit_credit, edit_distance, nearest_correct
 from counterpoise.credit.association import ktae
-from counterpoise.credit.combine import keep_mass, only_negative, only_positive
+from counterpoise.credit.combine import even_mass, keep_mass, only_negative, only_positive
 from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import spurious, top_entropy
-from counterpoise.credit.negatives import negative_token_filter
+from counterpoise.credit.negatives import (
+    negative_mass,
+    negative_token_filter,
+    negatives,
+    soften_negatives,
+)
 from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.uniform import uniform
+from counterpoise.credit.value_baseline import value_baseline
 from counterpoise.stage import Stage
 
 RULES: dict[str, Stage] = {
@@ -34,7 +40,12 @@ RULES: dict[str, Stage] = {
     "covariance": covariance,
     "focal": focal,
     "kl_penalty": kl_penalty,
+    "soften_negatives": soften_negatives,
+    "negative_mass": negative_mass,
+    "negatives": negatives,
+    "value_baseline": value_baseline,
     "keep_mass": keep_mass,
+    "even_mass": even_mass,
     "only_positive": only_positive,
     "only_negative": only_negative,
 }
@@ -47,17 +58,22 @@ __all__ = [
     "edit_credit",
     "edit_distance",
     "edits",
+    "even_mass",
     "focal",
     "keep_mass",
     "kl_penalty",
     "ktae",
     "nearest_correct",
+    "negative_mass",
     "negative_token_filter",
+    "negatives",
     "only_negative",
     "only_positive",
     "probability_scaled",
     "shared_prefix",
+    "soften_negatives",
     "spurious",
     "top_entropy",
     "uniform",
+    "value_baseline",
 ]

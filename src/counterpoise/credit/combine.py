@@ -1,4 +1,4 @@
-"""Rules made of a rule: keep_mass, only_positive, only_negative."""
+"""Rules made of a rule: keep_mass, even_mass, only_positive, only_negative."""
 
 from __future__ import annotations
 
@@ -59,10 +59,52 @@ def keep_mass(
     return after_NT * torch.where(after_NT > 0, positive, negative)
 
 
-def _factor(before_NT: Tensor, after_NT: Tensor, reduce: Reduce) -> Tensor:
-    """Mass before / mass after; 1 where nothing is left."""
-    before, after = reduce.sum(before_NT.sum()), reduce.sum(after_NT.sum())
-    return torch.where(after == 0, 1, before / torch.where(after == 0, 1, after))
+def _factor(wanted_NT: Tensor, there_NT: Tensor, reduce: Reduce) -> Tensor:
+    """Mass that is wanted / mass that is there; 1 where there is none."""
+    wanted, there = reduce.sum(wanted_NT.sum()), reduce.sum(there_NT.sum())
+    return torch.where(there == 0, 1, wanted / torch.where(there == 0, 1, there))
+
+
+@Stage
+def even_mass(
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    rule: Stage,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The control of a rule: the mass that it leaves on each side, without its choice of tokens.
+
+    credit' = credit * sum|rule(credit)| / sum|credit|, once over the positive credit of all ranks
+    and once over the negative
+
+    What a rule does beyond its control comes from where it puts credit, not from how much of it
+    there is. Keeps the sign, and the mass of each side if the rule does.
+
+    Args:
+        credit_NT: [N, T].
+        rule: a bound credit rule, for example ``soften_negatives()``.
+
+    >>> from counterpoise.credit import negative_token_filter
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3, 4]], group=[0], reward=[0.0], sampler_logp=[[-0.1, -4.0, -0.2, -0.1]]
+    ... )
+    >>> even_mass(rule=negative_token_filter(fraction=0.1))(
+    ...     torch.full((1, 4), -1.0), batch
+    ... ).tolist()
+    [[-0.25, -0.25, -0.25, -0.25]]
+    """
+    _check_rule("even_mass", rule)
+    after_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
+    positive, negative = (
+        _factor(after, before, reduce)
+        for after, before in (
+            (after_NT.clamp(min=0), credit_NT.clamp(min=0)),
+            (after_NT.clamp(max=0), credit_NT.clamp(max=0)),
+        )
+    )
+    return credit_NT * torch.where(credit_NT > 0, positive, negative)
 
 
 @declare(report=_nested)

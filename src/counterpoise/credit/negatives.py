@@ -1,4 +1,4 @@
-"""Which tokens of a failed rollout may be punished."""
+"""How much the tokens of a failed rollout are punished, and which of them."""
 
 from __future__ import annotations
 
@@ -55,3 +55,104 @@ def negative_token_filter(credit_NT: Tensor, batch: TokenBatch, *, fraction: flo
     position_NT = torch.arange(credit_NT.shape[1], device=credit_NT.device).expand_as(order_NT)
     rank_NT = torch.empty_like(order_NT).scatter_(1, order_NT, position_NT)
     return torch.where(is_negative_NT & (rank_NT >= num_kept_N[:, None]), 0, credit_NT)
+
+
+def _negative_mass(
+    before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, reduce: Reduce = LOCAL
+) -> dict[str, Tensor]:
+    """Share of the negative mass that is left, and the log-prob at which it lies, mass-weighted."""
+    was, is_left = (
+        reduce.sum(-credit_NT.clamp(max=0).sum()) for credit_NT in (before_NT, after_NT)
+    )
+    weighted_NT = torch.where(after_NT < 0, -after_NT * batch.sampler_logp_NT, 0)
+    return {
+        "negative_mass": torch.where(was == 0, 1, is_left / torch.where(was == 0, 1, was)),
+        "negative_logp": reduce.sum(weighted_NT.sum()) / torch.where(is_left == 0, 1, is_left),
+    }
+
+
+@declare(report=_negative_mass)
+def soften_negatives(credit_NT: Tensor, batch: TokenBatch, *, kappa: float = 1.0) -> Tensor:
+    """Punish a token the less, the surer the sampler was of it.
+
+    credit' = credit (1 - p)^kappa where credit < 0, p the sampler's probability of the token
+
+    Most tokens of a wrong answer are certain and not to blame; 1 - p is large where the rollout
+    chose. Keeps the sign, not the mass: its control is ``even_mass(rule=soften_negatives())``.
+
+    Args:
+        credit_NT: [N, T].
+        kappa: >= 0; 0 changes nothing.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2]], group=[0], reward=[0.0], sampler_logp=[[0.0, -20.0]]
+    ... )
+    >>> soften_negatives(torch.full((1, 2), -1.0), batch).tolist()
+    [[0.0, -1.0]]
+    """
+    check_number("soften_negatives", least=0, kappa=kappa)
+    doubt_NT = _doubt(batch).to(credit_NT.dtype)
+    return torch.where(credit_NT < 0, credit_NT * doubt_NT**kappa + 0.0, credit_NT)
+
+
+@declare(report=_negative_mass, reads_rewards_only=True)
+def negative_mass(credit_NT: Tensor, batch: TokenBatch, *, factor: float = 0.15) -> Tensor:
+    """Punish every token of a failed rollout less, by the same factor.
+
+    credit' = factor * credit where credit < 0
+
+    Keeps the sign, not the mass. The control for rules that take mass off negative credit.
+
+    Args:
+        credit_NT: [N, T].
+        factor: >= 0; 1 changes nothing, 0 leaves successes alone.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1], [2]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0], [-1.0]]
+    ... )
+    >>> negative_mass(torch.tensor([[1.0], [-1.0]]), batch, factor=0.5).tolist()
+    [[1.0], [-0.5]]
+    """
+    check_number("negative_mass", least=0, factor=factor)
+    return torch.where(credit_NT < 0, factor * credit_NT + 0.0, credit_NT)
+
+
+@declare(report=_negative_mass)
+def negatives(
+    credit_NT: Tensor, batch: TokenBatch, *, mass: float = 1.0, location: float = 0.0
+) -> Tensor:
+    """Set how much a failed rollout is punished apart from where.
+
+    credit' = mass * credit ((1 - location) + location (1 - p) / mean(1 - p)) where credit < 0, the
+    mean over the rollout's negative credit, weighted by |credit|
+
+    Each rollout keeps ``mass`` times its own negative mass, whatever the location. Keeps the sign.
+    ``entropy_target`` moves either of them by its path, ``credit.mass`` or ``credit.location``.
+
+    Args:
+        credit_NT: [N, T].
+        mass: >= 0; 1 keeps the mass.
+        location: in [0, 1]: 0 leaves the credit where it is, 1 spreads it by 1 - p. A rollout
+            whose tokens were all certain stays as it is.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2]], group=[0], reward=[0.0], sampler_logp=[[0.0, -30.0]]
+    ... )
+    >>> negatives(torch.full((1, 2), -1.0), batch, mass=0.5, location=0.5).tolist()
+    [[-0.25, -0.75]]
+    """
+    check_number("negatives", least=0, mass=mass)
+    check_number("negatives", least=0, most=1, location=location)
+    mass_NT, doubt_NT = -credit_NT.clamp(max=0), _doubt(batch).to(credit_NT.dtype)
+    total_N1, doubt_N1 = (x.sum(1, keepdim=True) for x in (mass_NT, mass_NT * doubt_NT))
+    is_sure_N1 = doubt_N1 == 0
+    share_NT = torch.where(
+        is_sure_N1, 1, doubt_NT * total_N1 / torch.where(is_sure_N1, 1, doubt_N1)
+    )
+    place_NT = (1 - location) + location * share_NT
+    return torch.where(credit_NT < 0, mass * place_NT * credit_NT + 0.0, credit_NT)
+
+
+def _doubt(batch: TokenBatch) -> Tensor:
+    """1 - p of each model token under the sampler, 0 elsewhere."""
+    return torch.where(batch.mask_NT, -torch.expm1(batch.sampler_logp_NT.clamp(max=0)), 0)
