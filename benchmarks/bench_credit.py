@@ -99,6 +99,7 @@ CASES = {
     ],
     "covariance": [Case("covariance", {"fraction": 2e-4, "low": 1.0, "high": 5.0})],
     "keep_mass": [Case("keep_mass", {"rule": top_entropy()})],
+    "even_mass": [Case("even_mass", {"rule": top_entropy()})],
     "only_positive": [Case("only_positive", {"rule": top_entropy()})],
     "only_negative": [Case("only_negative", {"rule": top_entropy()})],
 }
@@ -176,17 +177,18 @@ def timing(case: Case, batch: TokenBatch, clock: Clock) -> Timing:
     rule = RULES[case.name](**case.params)
     credit_NT = group_zscore(batch.reward_N, batch.group_N)[:, None] * batch.mask_NT
     offers = {"reduce": LOCAL, "generator": seeded_generator(0, 0, "bench")}
-    after_NT, peak = with_peak(lambda: call(rule, credit_NT, batch, **offers))
-    rule_s, done = clock.median(lambda: call(rule, credit_NT, batch, **offers))
+    seen = () if rule.init is None else (call(rule, rule.start(), credit_NT, batch, **offers)[1],)
+    after, peak = with_peak(lambda: call(rule, *seen, credit_NT, batch, **offers))
+    after_NT, state = after if seen else (after, None)
+    rule_s, done = clock.median(lambda: call(rule, *seen, credit_NT, batch, **offers))
     report, report_s = rule.report, None
     if report:
-        report_s, _ = clock.median(
-            lambda: call(report, credit_NT, after_NT, batch, **offers, **rule.params)
-        )
+        offers |= {"state": state, **rule.settings}
+        report_s, _ = clock.median(lambda: call(report, credit_NT, after_NT, batch, **offers))
     return Timing(rule_s, report_s, done, peak)
 
 
-def with_peak(run: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
+def with_peak(run: Callable[[], Any]) -> tuple[Any, int | None]:
     """The result, and the peak of resident memory during the run above what was resident before.
 
     Linux tells, others do not.
@@ -267,7 +269,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     from counterpoise.policy import load_model
     from counterpoise.sampling import SAMPLED
     from counterpoise.tasks import task as make_task
-    from counterpoise.trainer.collect import RolloutSampler, collect
+    from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
     from counterpoise.trainer.config import parse_config
     from counterpoise.trainer.update import adamw, apply_update
 
@@ -330,7 +332,7 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
         taken = asking.needs & SAMPLED
         if taken not in columns_s:
             columns_s[taken] = max(sampling(asking) - sample_s, 0.0)
-        batch = measure_case(policy, asking, config, collected, reference=policy.model).batch
+        batch = measure_columns(policy, asking, config, collected, policy.model).batch
         rule_s = timing(case, batch, clock).rule_s
         rows.append(
             {

@@ -126,18 +126,21 @@ def unseen(value_NT: Tensor, batch: TokenBatch, reduce: Reduce = LOCAL) -> dict[
     middle and last token of a rollout, and for comparison that of the mean reward of the prompt's
     other rollouts. 1 is perfect, 0 as good as the batch's mean reward.
     """
-    rank_NT, length_N1 = batch.mask_NT.cumsum(1) - 1, batch.length_N[:, None]
-    places = {"first": 0, "middle": length_N1 // 2, "last": length_N1 - 1}
-    masks = {"": batch.mask_NT}
-    masks |= {f"_{name}": batch.mask_NT & (rank_NT == at) for name, at in places.items()}
-    reward_NT = batch.reward_N[:, None].double().expand_as(value_NT)
-    scores = {
-        f"r2{name}": _r2(reward_NT[mask_NT], value_NT[mask_NT], reduce)
-        for name, mask_NT in masks.items()
+    reward_N, length_N = batch.reward_N.double(), batch.length_N
+    error_NT = torch.where(batch.mask_NT, reward_N[:, None] - value_NT, 0)
+    rank_NT = torch.where(batch.mask_NT, batch.mask_NT.cumsum(1) - 1, -1)
+    places = {"first": 0 * length_N, "middle": length_N // 2, "last": length_N - 1}
+    errors = {
+        f"r2_{name}": torch.where(rank_NT == at_N[:, None], error_NT, 0).square().sum(1)
+        for name, at_N in places.items()
     }
-    scores["r2_siblings"] = _r2(
-        _spread(batch.reward_N, batch).double(), _spread(sibling_mean(batch), batch), reduce
-    )
+    whole = {
+        "r2": error_NT.square().sum(1),
+        "r2_siblings": length_N * (reward_N - sibling_mean(batch)).square(),
+    }
+    one_N = torch.ones_like(reward_N)
+    scores = {name: _r2(reward_N, length_N, error_N, reduce) for name, error_N in whole.items()}
+    scores |= {name: _r2(reward_N, one_N, error_N, reduce) for name, error_N in errors.items()}
     return {name: score for name, score in scores.items() if score is not None}
 
 
@@ -172,14 +175,11 @@ def _factor(size_NT: Tensor, surprise_NT: Tensor, reduce: Reduce) -> Tensor:
     return torch.where(there == 0, 0, wanted / torch.where(there == 0, 1, there)).sqrt()
 
 
-def _r2(target_M: Tensor, value_M: Tensor, reduce: Reduce) -> float | None:
-    """1 - sum (target - value)^2 / sum (target - mean)^2 over all ranks; None if targets are
-    equal.
-    """
-    parts = [(target_M - value_M).square().sum(), target_M.sum(), target_M.square().sum()]
-    sums = torch.stack([*parts, parts[0].new_tensor(len(target_M))])
-    error, total, squares, count = reduce.sum(sums).tolist()
-    spread = squares - total**2 / max(count, 1)
+def _r2(reward_N: Tensor, weight_N: Tensor, error_N: Tensor, reduce: Reduce) -> float | None:
+    """1 - sum error / sum weight (reward - mean)^2 over all ranks; None if rewards are equal."""
+    columns = (error_N, weight_N.double(), weight_N * reward_N, weight_N * reward_N.square())
+    error, count, total, squares = reduce.sum(torch.stack([c.sum() for c in columns])).tolist()
+    spread = squares - total**2 / count
     return 1 - error / spread if spread > 1e-12 * squares else None
 
 

@@ -19,20 +19,21 @@ class Fit(NamedTuple):
     slope_F: Tensor
 
     def predict(self, feature_MF: Tensor) -> Tensor:
-        """The expected target of each observation, float64, [M]."""
+        """The expected target of each observation, [M]."""
         start = self.level - self.mean_F @ self.slope_F
-        return start + feature_MF.double() @ self.slope_F
+        return (feature_MF @ self.slope_F.to(feature_MF)).double() + start
 
 
 def gram(feature_MF: Tensor, target_M: Tensor) -> Tensor:
-    """All sums that a regression needs: Z' Z of the columns Z = [1, target, features], float64.
+    """All sums that a regression needs: Z' Z of the columns Z = [1, target, features], in the
+    precision of the features, as float64.
 
     >>> gram(torch.tensor([[2.0], [4.0]]), torch.tensor([1.0, 0.0])).tolist()
     [[2.0, 1.0, 6.0], [1.0, 1.0, 2.0], [6.0, 2.0, 20.0]]
     """
     target_M1 = target_M[:, None].to(feature_MF.dtype)
-    column_MQ = torch.cat([torch.ones_like(target_M1), target_M1, feature_MF], dim=1).double()
-    return column_MQ.T @ column_MQ
+    column_MQ = torch.cat([torch.ones_like(target_M1), target_M1, feature_MF], dim=1)
+    return (column_MQ.T @ column_MQ).double()
 
 
 def ridge_fit(gram_QQ: Tensor, ridge: float) -> Fit:
@@ -50,8 +51,8 @@ def ridge_fit(gram_QQ: Tensor, ridge: float) -> Fit:
     covariance_QQ = gram_QQ / gram_QQ[0, 0] - mean_Q[:, None] * mean_Q
     mean_F, covariance_FF = mean_Q[2:], covariance_QQ[2:, 2:]
     spread_F = covariance_FF.diagonal().clamp(min=0).sqrt()
-    # what is left of a constant feature is rounding
-    is_flat_F = spread_F <= 1e-7 * mean_F.abs()
+    # below this, sums in float32 leave nothing but rounding
+    is_flat_F = spread_F <= 1e-3 * mean_F.abs()
     inverse_F = torch.where(is_flat_F, 0, 1 / torch.where(is_flat_F, 1, spread_F))
     correlation_FF = inverse_F[:, None] * covariance_FF * inverse_F
     penalty_FF = torch.full_like(mean_F, ridge).masked_fill(is_flat_F, 1).diag()

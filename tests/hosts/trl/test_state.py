@@ -42,6 +42,21 @@ def test_resume_keeps_the_controller(restore, tmp_path):
     trl_tiny.assert_identical(trl_tiny.weights(resumed), trl_tiny.weights(whole))
 
 
+def test_resume_keeps_the_sums_of_a_rule(tmp_path):
+    """value_baseline's regression: what it has seen, and the training that follows."""
+    args = {"method": "dapo", "method_axes": {"credit": ["value_baseline", "soften_negatives"]}}
+    whole, resumed = (
+        trl_tiny.ours(tmp_path, args=args | SAVED, rollout_func=trl_tiny.told, seed=seed)
+        for seed in (0, 9)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    expected = credit_state(whole).method_state["rules"]
+    assert expected[0]["unseen"]["r2"] < 1
+    assert credit_state(resumed).method_state["rules"] == expected
+    trl_tiny.assert_identical(trl_tiny.weights(resumed), trl_tiny.weights(whole))
+
+
 def test_a_fresh_run_starts_anew(tmp_path):
     for _ in range(2):
         trainer = trl_tiny.ours(tmp_path, args={"method": "fade", "max_steps": 1})

@@ -264,6 +264,10 @@ def test_several_trajectories_a_session_are_refused(queue_of):
     ("made", "line"),
     [
         ({"adv_estimator": "counterpoise/delta"}, "reads hidden_NTD"),
+        (
+            {"adv_estimator": "counterpoise/dapo", "counterpoise": {"credit": ["value_baseline"]}},
+            "reads hidden_NTD, and verl's workers send back log-probs and entropies alone",
+        ),
         ({"adv_estimator": "counterpoise/dfpo_min"}, "whole update"),
         ({"adv_estimator": "counterpoise/dappo"}, "Did you mean 'dapo'"),
         (
