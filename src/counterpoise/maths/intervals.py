@@ -69,6 +69,17 @@ def welch(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1) -> I
     return Interval(mean, mean - half, mean + half)
 
 
+def around(mean: float, error: float, freedom: float, comparisons: int = 1) -> Interval:
+    """Student's t interval around an estimate with a standard error; ``comparisons`` as in
+    ``welch``. Bounds are NaN where the error is not known.
+
+    >>> [round(x, 3) for x in around(0.6, 0.0577, freedom=2)]
+    [0.6, 0.352, 0.848]
+    """
+    half = _t_quantile(freedom, 1 - (1 - CONFIDENCE) / comparisons) * error
+    return Interval(mean, mean - half, mean + half)
+
+
 def over_prompts(value_P: np.ndarray, seed: int = 0) -> Interval:
     """Mean of one value per prompt with a bootstrap interval over prompts.
 

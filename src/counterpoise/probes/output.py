@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from counterpoise.maths.intervals import interval_of, ratios_by_cluster
+from counterpoise.maths.intervals import Interval, interval_of, ratios_by_cluster
 from counterpoise.run.files import inside, write_json, write_table, write_text
 from counterpoise.run.own import PROBE_FILE
 from counterpoise.run.schema import SCHEMA_VERSION
@@ -204,10 +204,14 @@ def number_dict(value_B: np.ndarray) -> NumberDict:
     >>> number_dict(np.array([0.5, 0.5, 0.5]))
     {'mean': 0.5, 'low': 0.5, 'high': 0.5}
     """
-    interval = interval_of(value_B)._asdict()
+    return interval_dict(interval_of(value_B))
+
+
+def interval_dict(interval: Interval) -> NumberDict:
+    """An interval for a summary, six digits; None where it is not defined."""
     return {
         name: float(f"{value:.6g}") if np.isfinite(value) else None
-        for name, value in interval.items()
+        for name, value in interval._asdict().items()
     }
 
 

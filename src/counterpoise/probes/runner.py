@@ -29,7 +29,7 @@ class Probe(NamedTuple):
     @property
     def can_pool(self) -> bool:
         """Probes that follow the run over its batches have nothing to add up."""
-        return self.module.rpartition(".")[2] not in ("flips", "drift")
+        return self.module.rpartition(".")[2] not in ("flips", "drift", "gradient")
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -93,6 +93,12 @@ PROBES = {
         "counterpoise.probes.localisation",
         True,
         "whether credit falls on the first wrong token of a failed rollout, per method",
+    ),
+    "gradient": Probe(
+        "counterpoise.probes.gradient",
+        True,
+        "how near one update comes to the true policy gradient, per method, and its worth in"
+        " rollouts",
     ),
 }
 

@@ -43,7 +43,7 @@ OWN = {
     "report": re.compile(r"index\.html"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
 }
-PROBE_FILE = re.compile(r".+\.parquet|started\.json|summary\.json|figure\.html")
+PROBE_FILE = re.compile(r".+\.parquet|started\.json|summary\.json|figure\.html|truth\.safetensors")
 
 
 def check_free(run_dir: Path, *, fresh: bool, resume: bool) -> None:

@@ -1,0 +1,123 @@
+"""The table and the figure of the probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from counterpoise.maths.cosines import ENOUGH
+from counterpoise.probes.gradient.batches import ADAMW, GRADIENT, METRICS
+from counterpoise.probes.output import Drawing, error_bars
+from counterpoise.probes.sheet import Sheet, merged, number_text
+
+COLOURS = {GRADIENT: "#0072B2", ADAMW: "#D55E00"}
+TITLES = {GRADIENT: "gradient", ADAMW: "AdamW's step on it"}
+HEAD = ["method", "cosine", "- control", "of the mean", "worth", "with control", "verdict"]
+
+
+def ordered(numbers: dict[str, Any]) -> list[str]:
+    """Methods, the nearest to the truth first."""
+    methods = numbers[GRADIENT]
+    return sorted(methods, key=lambda label: -(methods[label]["cosine"]["mean"] or -2.0))
+
+
+def sheet(numbers: dict[str, Any]) -> Sheet:
+    """What the terminal shows; methods with one and the same update share a row."""
+    rows, has_steps = [], ADAMW in numbers
+    for label in ordered(numbers):
+        row = numbers[GRADIENT][label]
+        cells = [number_text(row[name]) for name in ("cosine", "difference", "cosine_of_mean")]
+        cells += [worth_text(row["worth"]), f"{row['with_control']:.3f}", row["verdict"]]
+        if has_steps:
+            step = numbers[ADAMW][label]
+            cells += [number_text(step["cosine"]), number_text(step["difference"]), step["verdict"]]
+        rows.append([label, *cells])
+    more = ["step: cosine", "step - control", "verdict"] if has_steps else []
+    return Sheet(notes(numbers), HEAD + more, merged(rows))
+
+
+def worth_text(worth: dict[str, Any]) -> str:
+    """Rollouts, whole ones."""
+    mean, low, high = (worth[name] for name in ("mean", "low", "high"))
+    if mean is None:
+        return "-"
+    bounds = "" if low is None or high is None else f" [{low:,.0f}, {high:,.0f}]"
+    return f"{mean:,.0f}{bounds}"
+
+
+def notes(numbers: dict[str, Any]) -> list[str]:
+    """What the table rests on, and what it cannot tell."""
+    size = f"{numbers['num_batches']} batches of {numbers['rollouts_per_batch']} rollouts"
+    out = [
+        f"  {truth_note(numbers['truth'])}",
+        f"  {size}, control {numbers['control']}; differences hold together at 95%",
+        "  worth: plain rollouts whose gradient has this cosine with the truth",
+    ]
+    if ADAMW not in numbers:
+        out.append("  no AdamW steps: it has taken no update before this batch")
+    return out
+
+
+def truth_note(truth: dict[str, Any]) -> str:
+    """How well the truth is known, and what would be enough."""
+    halves, kept = truth["halves"], truth["reliability"]
+    text = f"truth of {truth['rollouts']:,} rollouts, cosine of its halves {halves:.2f}"
+    if "times_more" not in truth:
+        return f"{text}; of all of it with the truth {kept:.2f}, for which cosines are corrected"
+    if truth["rollouts_needed"] is None:
+        return f"{text}: no direction yet. Take many times more: --set truth=..."
+    needed = f"{truth['times_more']:.1f} times as many needed for {ENOUGH}"
+    return f"{text}: {needed}, --set truth={truth['rollouts_needed']}"
+
+
+def figure(numbers: dict[str, Any]) -> Drawing:
+    """Left: cosine of one batch's update with the truth. Middle: of the mean update. Right: worth
+    in plain rollouts. Hollow: the control's update in all but name.
+    """
+    from plotly.subplots import make_subplots
+
+    labels = ordered(numbers)[::-1]
+    titles = ("one batch: cosine with the truth", "mean update: cosine", "worth, plain rollouts")
+    out = make_subplots(1, 3, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    for metric in METRICS:
+        if metric in numbers:
+            draw_metric(out, numbers[metric], labels, metric)
+    out.add_vline(
+        x=numbers[GRADIENT][numbers["control"]]["cosine"]["mean"],
+        line={"dash": "dash", "color": "#999"},
+        row=1,  # pyright: ignore[reportArgumentType]
+        col=1,  # pyright: ignore[reportArgumentType]
+    )
+    out.add_vline(
+        x=numbers["rollouts_per_batch"],
+        line={"dash": "dash", "color": "#999"},
+        row=1,  # pyright: ignore[reportArgumentType]
+        col=3,  # pyright: ignore[reportArgumentType]
+    )
+    out.update_xaxes(type="log", dtick="D2", row=1, col=3)
+    return out.update_layout(
+        title="How near one update comes to the true policy gradient",
+        height=220 + 24 * len(labels),
+        scattermode="group",
+    )
+
+
+def draw_metric(out: Drawing, methods: dict[str, Any], labels: list[str], metric: str) -> None:
+    symbols = [
+        "circle-open" if methods[x]["verdict"] == "inactive here" else "circle" for x in labels
+    ]
+    for column, name in enumerate(("cosine", "cosine_of_mean", "worth"), 1):
+        if name not in methods[labels[0]]:
+            continue
+        values = [methods[label][name] for label in labels]
+        out.add_scatter(
+            x=[value["mean"] for value in values],
+            y=labels,
+            error_x=error_bars(values),
+            mode="markers",
+            marker={"color": COLOURS[metric], "symbol": symbols, "size": 8},
+            name=TITLES[metric],
+            legendgroup=metric,
+            showlegend=column == 1,
+            row=1,
+            col=column,
+        )
