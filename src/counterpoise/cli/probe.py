@@ -26,7 +26,7 @@ def probe(
         typer.Option(
             "--probe",
             help="flips, coupling, counterfactual, value, exchangeability, tax, drift,"
-            " localisation or token_value.",
+            " localisation, token_value or gradient.",
         ),
     ],
     batch: Annotated[

@@ -128,6 +128,8 @@ def counting(text: str) -> Iterator[Callable[[str, int, int], None]]:
         def report(what: str, num: int, total: int) -> None:
             nonlocal last
             description = f"{visible(text)}: {visible(what)}"
+            if num == 0:  # another part of the work has a time of its own
+                bar.reset(part)
             bar.update(part, description=description, completed=num, total=total)
             if not console.is_terminal and time.monotonic() - last > LINE_EVERY_S:
                 last = time.monotonic()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from counterpoise.maths.cosines import ENOUGH
 from counterpoise.probes.gradient.batches import ADAMW, GRADIENT, METRICS
+from counterpoise.probes.gradient.cosines import ENOUGH
 from counterpoise.probes.output import Drawing, error_bars
 from counterpoise.probes.sheet import Sheet, merged, number_text
 

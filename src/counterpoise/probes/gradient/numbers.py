@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.maths.cosines import (
+from counterpoise.maths.intervals import Interval, around
+from counterpoise.probes.gradient.batches import GRADIENT, METRICS, YARDSTICK
+from counterpoise.probes.gradient.cosines import (
     ENOUGH,
     TINY,
     Products,
@@ -25,8 +27,6 @@ from counterpoise.maths.cosines import (
     times_more,
     worths,
 )
-from counterpoise.maths.intervals import Interval, around
-from counterpoise.probes.gradient.batches import GRADIENT, METRICS, YARDSTICK
 from counterpoise.probes.output import Frame, NumberDict, interval_dict, join_frames
 
 INACTIVE = 0.99  # cosine with the control's update from which a method is the control
