@@ -259,3 +259,17 @@ def test_own_batches_from_python(scene) -> None:
         compare_gradients(scene.policy.model, [], [], methods, control="dr_grpoo")
     with pytest.raises(ValueError, match="expected 4 chunks or more"):
         compare_gradients(scene.policy.model, [], [], methods)
+
+
+def test_a_rule_with_state_has_seen_batches_before(scene) -> None:
+    """value_baseline is the identity until its first fit; with batches to warm up on it differs."""
+    methods = {
+        "dr_grpo": cp.method("dr_grpo"),
+        "own": cp.method("dr_grpo", credit=["value_baseline"]),
+    }
+    batches = [fresh_batch(scene, "batches", 0, k, 24) for k in range(3)]
+    truth = [fresh_batch(scene, "truth", 0, k, 12) for k in range(4)]
+    first = compare_gradients(scene.policy.model, truth, batches, methods)
+    warm = compare_gradients(scene.policy.model, truth, batches, methods, warmup=batches)
+    assert first["gradient"]["own"]["with_control"] > 0.9999
+    assert warm["gradient"]["own"]["with_control"] < 0.99

@@ -7,7 +7,9 @@ policy as it is, in two independent halves. Every method then gets the same fres
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from counterpoise.catalogue.method import Method
 from counterpoise.errors import nearest
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import load_model
-from counterpoise.probes.gradient.batches import batch_rows
+from counterpoise.probes.gradient.batches import batch_rows, states_after
 from counterpoise.probes.gradient.figure import figure, sheet
 from counterpoise.probes.gradient.numbers import LEAST_BATCHES, numbers_of
 from counterpoise.probes.gradient.truth import (
@@ -38,6 +40,7 @@ from counterpoise.types import RolloutBatch
 
 __all__ = ["coefficients", "compare_gradients", "figure", "probe", "sheet", "summarise"]
 
+WARMUP = 4  # batches before the first, for methods with state
 CHUNKS = 32  # of the truth, for its noise and for going on after a stop
 
 
@@ -50,6 +53,7 @@ def compare_gradients(
     control: str = "dr_grpo",
     temperature: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
+    warmup: Iterable[RolloutBatch] = (),
 ) -> dict[str, Any]:
     """The numbers of the probe for batches of one's own, sampled by this model.
 
@@ -59,6 +63,7 @@ def compare_gradients(
         batches: three or more batches of one size, independent of the truth.
         methods: label -> method, the control among them.
         optimizer: an AdamW that has taken updates, for the numbers of its steps.
+        warmup: batches from which methods with state get it; their first state otherwise.
     """
     import pandas as pd
 
@@ -67,10 +72,14 @@ def compare_gradients(
     known, moments = empty_truth(model), optimizer and moments_of(model, optimizer)
     for chunk in truth:
         known = add_chunk(known, model, chunk, how)
+    states = states_after(model, warmup, methods, how)
     tables = {"truth": pd.DataFrame(truth_rows(known))}
     for number, batch in enumerate(batches):
         rows = batch_rows(
-            model, known, batch, methods, control, how, moments=moments, number=number
+            *(model, known, batch, methods, control, how),
+            moments=moments,
+            number=number,
+            states=states,
         )
         tables[f"batch_{number:04d}"] = pd.DataFrame(rows)
     check_sizes(len(known.rollouts_C), len(tables) - 1)
@@ -94,34 +103,27 @@ def probe(
     check_sizes(CHUNKS, batches)
     control, chosen = with_control(methods, control)
     how = forward_of(scene, chosen)
-    file = output.folder / "truth.safetensors"
-    known: Truth | None = None
-
-    def whole_truth() -> Truth:
-        nonlocal known
-        known = known or gather_truth(scene, output, how, truth, seed)
-        return known
-
-    output.table("truth", lambda: truth_rows(whole_truth()))
-    own = scene.method.describe()
-    states = {x: scene.state.method for x, one in chosen.items() if one.describe() == own}
+    # made when the first missing table asks for it
+    whole = functools.cache(lambda: gather_truth(scene, output, how, truth, seed))
+    states = functools.cache(lambda: warm_states(scene, chosen, how, rollouts, seed))
+    output.table("truth", lambda: truth_rows(whole()))
     needs = frozenset().union(*(method.needs for method in chosen.values()))
     for number in output.track(range(batches), "batches"):
         output.table(
             f"batch_{number:04d}",
             lambda number=number: batch_rows(
                 scene.policy.model,
-                whole_truth(),
+                whole(),
                 fresh_batch(scene, "batches", seed, number, rollouts, needs),
                 chosen,
                 control,
                 how,
                 moments=moments_of(scene.policy.model, scene.optimizer),
                 number=number,
-                states=states,
+                states=states(),
             ),
         )
-    file.unlink(missing_ok=True)  # large, and the tables hold what the numbers need
+    truth_file(output).unlink(missing_ok=True)  # large, and the tables hold what the numbers need
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
@@ -129,9 +131,13 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
     return numbers_of(tables, str(tables["batch_0000"]["method"].iloc[0]))
 
 
+def truth_file(output: Output) -> Path:
+    return output.folder / "truth.safetensors"
+
+
 def gather_truth(scene: Scene, output: Output, how: Forward, rollouts: int, seed: int) -> Truth:
     """The truth in ``CHUNKS`` chunks; what an earlier call saved is not sampled again."""
-    model, file = scene.policy.model, output.folder / "truth.safetensors"
+    model, file = scene.policy.model, truth_file(output)
     known = load_truth(file, empty_truth(model))
     for number in output.track(range(CHUNKS), "chunks of the truth"):
         if number >= len(known.rollouts_C):
@@ -139,6 +145,20 @@ def gather_truth(scene: Scene, output: Output, how: Forward, rollouts: int, seed
             known = add_chunk(known, model, chunk, how)
             save_truth(file, known)
     return known
+
+
+def warm_states(
+    scene: Scene, methods: Mapping[str, Method], how: Forward, rollouts: int, seed: int
+) -> dict[str, Any]:
+    """The run's state for the run's own method; others get theirs from ``WARMUP`` batches by the
+    policy as it is.
+    """
+    own = scene.method.describe()
+    states = {label: scene.state.method for label, m in methods.items() if m.describe() == own}
+    others = {label: method for label, method in methods.items() if label not in states}
+    needs = frozenset().union(*(method.needs for method in others.values()))
+    batches = (fresh_batch(scene, "warmup", seed, k, rollouts, needs) for k in range(WARMUP))
+    return states | states_after(scene.policy.model, batches, others, how)
 
 
 def fresh_batch(
