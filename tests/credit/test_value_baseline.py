@@ -7,9 +7,11 @@ import json
 
 import pytest
 import torch
+import yaml
 
 import counterpoise as cp
 from counterpoise import credit as rules
+from counterpoise.cli import dispatch
 from counterpoise.credit.value_baseline import no_fit, sibling_mean, surprise, unseen
 from counterpoise.maths.ridge import gram, ridge_fit
 from counterpoise.policy import load_model, measure
@@ -18,7 +20,7 @@ from counterpoise.run.read import checkpoints, read_jsonl
 from helpers.credit_cases import spread
 from helpers.full_batch import make_batch
 from helpers.replies import with_reply, without_reply
-from helpers.tiny_run import go
+from helpers.tiny_run import go, recipe
 
 
 def draws(*shape, seed=0):
@@ -263,7 +265,13 @@ METHOD = {"name": "dapo", "credit": ["value_baseline", "soften_negatives"]}
 
 
 def test_a_run_reports_r2_and_resumes_bit_for_bit(tmp_path):
-    go(tmp_path / "whole", method=METHOD, num_batches=3)
+    """The whole run by the command line, the other one stopped after two batches."""
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe(tmp_path / "whole", method=METHOD, num_batches=3))
+    )
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", str(tmp_path / "recipe.yaml")])
+    assert not end.value.code
     go(tmp_path / "cut", method=METHOD, num_batches=2)
     go(tmp_path / "cut", method=METHOD, num_batches=3, resume=True)
     whole, cut = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
