@@ -1,10 +1,12 @@
-"""The experiments of docs/results/claims.md: train by a recipe, probe snapshots of the run, keep
-raw data and numbers.
+"""The experiments of docs/results/claims.md and credit.md: train by a recipe, probe snapshots of
+the run, keep raw data and numbers.
 
     python benchmarks/run_claims.py --recipe recipes/demo.yaml --batches 31 \\
         --probe-at 10 20 30 --out benchmarks/results/claims_bundled
     python benchmarks/run_claims.py --recipe recipes/smollm2_asdiv.yaml \\
         --set task.path=asdiv.jsonl --batches 81 --probe-at 40 60 80 --out OUT
+    python benchmarks/run_claims.py --batches 41 --probe-at 0 20 40 --limit 3600 \\
+        --probes localisation token_value gradient --out benchmarks/results/credit_bundled
     python benchmarks/run_claims.py --numbers OUT  # numbers of raw data that came without them
 
 Finished stages are skipped: call it again with the same arguments to continue. Every stage runs
@@ -31,6 +33,7 @@ from counterpoise.probes import PROBES, Scene, open_scene, pool, run_probe
 from counterpoise.probes.output import read
 from counterpoise.probes.runner import last_batch, make_tables
 from counterpoise.run.files import batch_of
+from counterpoise.text import load_yaml
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
@@ -80,19 +83,21 @@ def main() -> None:
     config = recipe(args)
     stages.run("train", lambda: trained(config, stages.left_s))
     settings = probe_settings(args.probe_set)
-    stages.run("flips", lambda: probed(run_dir, "flips", None, {}))
+    if args.ledger_every:
+        stages.run("flips", lambda: probed(run_dir, "flips", None, {}))
     for step in args.probe_at:
         scene = stages.run(
             f"open batch {step}", lambda step=step: open_scene(run_dir, step, trust=True)
         )
-        names = [*AT_EVERY_STEP, *(["drift"] if step == args.probe_at[-1] else [])]
+        last = "drift" if step == args.probe_at[-1] and args.probes == AT_EVERY_STEP else None
+        names = [*args.probes, *filter(None, [last])]
         for name in names if scene else []:
             stages.run(
                 f"{name} batch {step}",
                 lambda name=name, scene=scene: probed(run_dir, name, scene, settings.get(name, {})),
             )
     if HAS_NUMBERS:
-        for name in AT_EVERY_STEP:
+        for name in args.probes:
             stages.run(f"{name} pooled", lambda name=name: pool(run_dir, name))
     kept(run_dir, args.out)
     (args.out / "stages.json").write_text(
@@ -113,7 +118,8 @@ def recipe(args: argparse.Namespace) -> Config:
         "checkpoint_every": every,
         "eval.every": args.batches,
     }
-    own |= {"ledger.every": args.ledger_every, "ledger.bank": 64, "trackers": "[]"}
+    own |= {"ledger.every": args.ledger_every, "trackers": "[]"}
+    own |= {"ledger.bank": 64} if args.ledger_every else {}
     return load_config(args.recipe, [f"{key}={value}" for key, value in own.items()] + args.set)
 
 
@@ -144,13 +150,13 @@ def probed(run_dir: Path, name: str, scene: Scene | None, settings: dict[str, An
     return (run_probe if HAS_NUMBERS else make_tables)(run_dir, name, batch, settings, scene=scene)
 
 
-def probe_settings(texts: list[str]) -> dict[str, dict[str, int]]:
+def probe_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
     """``["value.pairs=60"]`` -> ``{"value": {"pairs": 60}}``."""
-    out: dict[str, dict[str, int]] = {}
+    out: dict[str, dict[str, Any]] = {}
     for text in texts:
         key, _, value = text.partition("=")
         name, _, setting = key.partition(".")
-        out.setdefault(name, {})[setting] = int(value)
+        out.setdefault(name, {})[setting] = load_yaml(value, text)
     return out
 
 
@@ -176,9 +182,9 @@ def numbers(out: Path) -> None:
         tables = {path.stem: read(path) for path in sorted(folder.glob("*.parquet"))}
         PROBES[facts["probe"]].summary(folder, facts, tables)
         print(f"{facts['probe']} of batch {batch_of(folder)}")
-    for name in AT_EVERY_STEP:
-        if (out / "probes" / name).is_dir():
-            pool(out, name)
+    for folder in sorted((out / "probes").iterdir()):
+        if PROBES[folder.name].can_pool:
+            pool(out, folder.name)
     for page in out.glob("probes/*/*/figure.html"):
         page.unlink()
 
@@ -198,7 +204,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--probe-at", type=int, nargs="+", default=[10, 20, 30], help="batches to probe"
     )
-    parser.add_argument("--ledger-every", type=int, default=5)
+    parser.add_argument("--probes", nargs="+", default=AT_EVERY_STEP, choices=PROBES)
+    parser.add_argument("--ledger-every", type=int, default=5, help="0: no ledger, no flips")
     parser.add_argument(
         "--limit", type=float, default=480.0, help="no stage begins after so many seconds"
     )
