@@ -118,7 +118,9 @@ def write_summary(
 
 def dress(figure: Drawing) -> Drawing:
     """The common looks: a legend in one line under the title, exponents as powers of ten."""
-    legend = {"orientation": "h", "x": 0, "y": 1.1, "yanchor": "bottom"}
+    height = figure.layout.height  # a tall figure's legend is as near to it as a short one's
+    above = 0.1 if height is None else 32 / (height - 205)
+    legend = {"orientation": "h", "x": 0, "y": 1 + above, "yanchor": "bottom"}
     figure.update_layout(
         template="plotly_white",
         font={"size": 13},

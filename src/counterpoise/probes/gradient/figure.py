@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from counterpoise.probes.gradient.batches import ADAMW, GRADIENT, METRICS
@@ -11,6 +12,12 @@ from counterpoise.probes.sheet import Sheet, merged, number_text
 
 COLOURS = {GRADIENT: "#0072B2", ADAMW: "#D55E00"}
 TITLES = {GRADIENT: "gradient", ADAMW: "AdamW's step on it"}
+PANELS = {
+    "cosine": "one batch: cosine with truth",
+    "difference": "minus the control",
+    "cosine_of_mean": "mean update: cosine",
+    "worth": "worth, plain rollouts",
+}
 HEAD = ["method", "cosine", "- control", "of the mean", "worth", "with control", "verdict"]
 
 
@@ -70,45 +77,39 @@ def truth_note(truth: dict[str, Any]) -> str:
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Left: cosine of one batch's update with the truth. Middle: of the mean update. Right: worth
-    in plain rollouts. Hollow: the control's update in all but name.
+    """Cosine of one batch's update with the truth, its difference to the control's, cosine of the
+    mean update, worth in plain rollouts. Hollow: the control's update in all but name.
     """
     from plotly.subplots import make_subplots
 
-    labels = ordered(numbers)[::-1]
-    titles = ("one batch: cosine with the truth", "mean update: cosine", "worth, plain rollouts")
-    out = make_subplots(1, 3, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    labels, titles = ordered(numbers)[::-1], list(PANELS.values())
+    out = make_subplots(
+        1, len(PANELS), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.03
+    )
     for metric in METRICS:
         if metric in numbers:
             draw_metric(out, numbers[metric], labels, metric)
-    out.add_vline(
-        x=numbers[GRADIENT][numbers["control"]]["cosine"]["mean"],
-        line={"dash": "dash", "color": "#999"},
-        row=1,  # pyright: ignore[reportArgumentType]
-        col=1,  # pyright: ignore[reportArgumentType]
-    )
-    out.add_vline(
-        x=numbers["rollouts_per_batch"],
-        line={"dash": "dash", "color": "#999"},
-        row=1,  # pyright: ignore[reportArgumentType]
-        col=3,  # pyright: ignore[reportArgumentType]
-    )
-    out.update_xaxes(type="log", dtick="D2", row=1, col=3)
+    marks = {"difference": 0.0, "cosine_of_mean": 1.0, "worth": numbers["rollouts_per_batch"]}
+    for name, x in marks.items():
+        place: Any = {"row": 1, "col": 1 + list(PANELS).index(name)}
+        out.add_vline(x=x, line={"dash": "dash", "color": "#555"}, **place)
+    # ticks a factor of four apart, one of them at a batch
+    ticks = {"tick0": math.log10(numbers["rollouts_per_batch"]), "dtick": math.log10(4)}
+    out.update_xaxes(type="log", **ticks, row=1, col=len(PANELS))
     return out.update_layout(
         title="How near one update comes to the true policy gradient",
-        height=220 + 24 * len(labels),
+        height=220 + 22 * len(labels),
         scattermode="group",
     )
 
 
 def draw_metric(out: Drawing, methods: dict[str, Any], labels: list[str], metric: str) -> None:
-    symbols = [
-        "circle-open" if methods[x]["verdict"] == "inactive here" else "circle" for x in labels
-    ]
-    for column, name in enumerate(("cosine", "cosine_of_mean", "worth"), 1):
-        if name not in methods[labels[0]]:
+    hollow = [methods[label]["verdict"] == "inactive here" for label in labels]
+    symbols = ["circle-open" if is_hollow else "circle" for is_hollow in hollow]
+    for column, name in enumerate(PANELS, 1):
+        values = [methods[label].get(name) for label in labels]
+        if None in values:  # AdamW's step has no worth
             continue
-        values = [methods[label][name] for label in labels]
         out.add_scatter(
             x=[value["mean"] for value in values],
             y=labels,
