@@ -27,6 +27,18 @@ TINY = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_tables():
+    """What a page registers is gone after its test."""
+    from counterpoise.catalogue.method import FAMILIES
+
+    before = {axis: dict(stages) for axis, stages in FAMILIES.items()}
+    yield
+    for axis, stages in FAMILIES.items():
+        for name in stages.keys() - before[axis].keys():
+            del stages[name]
+
+
 def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
