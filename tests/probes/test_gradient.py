@@ -15,7 +15,14 @@ import counterpoise as cp
 from counterpoise.cli import run_command
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes import open_scene
-from counterpoise.probes.gradient import compare_gradients, fresh_batch, probe, summarise
+from counterpoise.probes.gradient import (
+    compare_gradients,
+    figure,
+    fresh_batch,
+    probe,
+    sheet,
+    summarise,
+)
 from counterpoise.probes.gradient.cosines import (
     Products,
     cosines_of_mean,
@@ -273,3 +280,18 @@ def test_a_rule_with_state_has_seen_batches_before(scene) -> None:
     warm = compare_gradients(scene.policy.model, truth, batches, methods, warmup=batches)
     assert first["gradient"]["own"]["with_control"] > 0.9999
     assert warm["gradient"]["own"]["with_control"] < 0.99
+
+
+def test_without_a_gradient_the_page_says_so(scene) -> None:
+    """Every rollout earns the same: no number is made up."""
+    batches = []
+    for k in range(4):
+        one = fresh_batch(scene, "batches", 0, k, 12)
+        reward_N = torch.ones_like(one.batch.reward_N)
+        batches.append(one._replace(batch=one.batch.replace(reward_N=reward_N)))
+    methods = {"dr_grpo": cp.method("dr_grpo"), "psr": cp.method("psr")}
+    numbers = compare_gradients(scene.policy.model, batches, batches, methods)
+    assert numbers["gradient"]["psr"]["cosine"]["mean"] is None
+    assert numbers["gradient"]["psr"]["verdict"] == "cannot be told"
+    assert "there is no gradient" in sheet(numbers).notes[0]
+    assert len(figure(numbers).data) == 4

@@ -23,8 +23,8 @@ HEAD = ["method", "cosine", "- control", "of the mean", "worth", "with control",
 
 def ordered(numbers: dict[str, Any]) -> list[str]:
     """Methods, the nearest to the truth first."""
-    methods = numbers[GRADIENT]
-    return sorted(methods, key=lambda label: -(methods[label]["cosine"]["mean"] or -2.0))
+    mean = {label: row["cosine"]["mean"] for label, row in numbers[GRADIENT].items()}
+    return sorted(mean, key=lambda label: 2.0 if mean[label] is None else -mean[label])
 
 
 def sheet(numbers: dict[str, Any]) -> Sheet:
@@ -67,7 +67,10 @@ def notes(numbers: dict[str, Any]) -> list[str]:
 def truth_note(truth: dict[str, Any]) -> str:
     """How well the truth is known, and what would be enough."""
     halves, kept = truth["halves"], truth["reliability"]
-    text = f"truth of {truth['rollouts']:,} rollouts, cosine of its halves {halves:.2f}"
+    text = f"truth of {truth['rollouts']:,} rollouts"
+    if halves is None:
+        return f"{text}: no prompt has rollouts of different reward, so there is no gradient"
+    text += f", cosine of its halves {halves:.2f}"
     if "times_more" not in truth:
         return f"{text}; of all of it with the truth {kept:.2f}, for which cosines are corrected"
     if truth["rollouts_needed"] is None:
@@ -94,7 +97,7 @@ def figure(numbers: dict[str, Any]) -> Drawing:
         place: Any = {"row": 1, "col": 1 + list(PANELS).index(name)}
         out.add_vline(x=x, line={"dash": "dash", "color": "#555"}, **place)
     # ticks a factor of four apart, one of them at a batch
-    ticks = {"tick0": math.log10(numbers["rollouts_per_batch"]), "dtick": math.log10(4)}
+    ticks: Any = {"tick0": math.log10(numbers["rollouts_per_batch"]), "dtick": math.log10(4)}
     out.update_xaxes(type="log", **ticks, row=1, col=len(PANELS))
     return out.update_layout(
         title="How near one update comes to the true policy gradient",
