@@ -1,0 +1,95 @@
+"""The table of docs/results/credit.md: every rule, three measures, from kept summaries of the
+probes localisation, token_value and gradient.
+
+    python benchmarks/credit_table.py benchmarks/results/credit_bundled --batch 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+HEAD = (
+    "rule",
+    "share on the first error",
+    "AUROC",
+    "cosine with the token's value",
+    "within a rollout",
+    "cosine with the true gradient, minus control",
+    "AdamW step, minus control",
+    "worth, rollouts",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batch", type=int, required=True)
+    args = parser.parse_args()
+    probes = ("localisation", "token_value", "gradient")
+    first, value, gradient = (numbers(args.folder, name, args.batch) for name in probes)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for rule in [*value["rules"], *(f"({name})" for name in value["references"])]:
+        cells = row(rule, first, value, gradient)
+        lines.setdefault(cells, []).append(rule)
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    for cells, rules in sorted(lines.items(), key=by_share):
+        print(f"| {', '.join(rules)} | {' | '.join(cells)} |")
+
+
+def numbers(folder: Path, name: str, batch: int) -> dict[str, Any]:
+    """What a probe found at a batch."""
+    file = folder / "probes" / name / f"batch_{batch:06d}" / "summary.json"
+    return json.loads(file.read_text())["numbers"]
+
+
+def row(
+    rule: str, first: dict[str, Any], value: dict[str, Any], gradient: dict[str, Any]
+) -> tuple[str, ...]:
+    """The cells of one rule; a signal in brackets has no update of its own."""
+    kind, name = ("references", rule[1:-1]) if rule.startswith("(") else ("rules", rule)
+    plain, step = (gradient[metric].get(rule, {}) for metric in ("gradient", "adamw"))
+    return (
+        text(first[kind].get(name, {}).get("share")),
+        text(first[kind].get(name, {}).get("auroc"), 2),
+        text(value[kind][name]["cosine"]),
+        text(value[kind][name]["cosine_within"]),
+        judged(plain),
+        judged(step),
+        text(plain.get("worth"), 0),
+    )
+
+
+def judged(of: dict[str, Any]) -> str:
+    """The difference to the control; bold where its simultaneous interval leaves 0 out."""
+    if of.get("verdict") in ("control", "inactive here"):
+        return of["verdict"]
+    shown = text(of.get("difference"))
+    return f"**{shown}**" if of.get("verdict") in ("nearer", "farther") else shown
+
+
+def text(number: dict[str, float | None] | None, digits: int = 3) -> str:
+    """``.054 [.049, .061]``, a dash where it is not defined."""
+    if not number or number["mean"] is None:
+        return "-"
+    low, high = number["low"], number["high"]
+    shown = [
+        f"{x:.{digits}f}".replace("0.", ".", 1)
+        for x in (number["mean"], low, high)
+        if x is not None
+    ]
+    return shown[0] if len(shown) < 3 or low == high else f"{shown[0]} [{shown[1]}, {shown[2]}]"
+
+
+def by_share(line: tuple[tuple[str, ...], list[str]]) -> tuple[bool, float]:
+    """Rules before signals, the largest share first."""
+    (share, *_), rules = line
+    return rules[0].startswith("("), -float(share.split()[0]) if share != "-" else 1.0
+
+
+if __name__ == "__main__":
+    main()
