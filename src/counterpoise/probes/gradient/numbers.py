@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.maths.intervals import Interval, around
+from counterpoise.maths.intervals import NONE, Interval, around
 from counterpoise.probes.gradient.batches import GRADIENT, METRICS, YARDSTICK
 from counterpoise.probes.gradient.cosines import (
     ENOUGH,
@@ -135,11 +135,13 @@ def method_rows(
 
 
 def intervals(products: Products, statistic: Statistic, num_comparisons: int = 1) -> list[Interval]:
-    """A statistic of every method with the noise of batches and of the truth."""
+    """A statistic of every method with the noise of batches and of the truth; nothing is said of
+    one that is not defined without some batch or chunk.
+    """
     freedom = min(products.cross_MBC.shape[1:]) - 1
     value_M, error_M = statistic(products), jackknife_error(products, statistic)
     return [
-        around(value, error, freedom, num_comparisons)
+        around(value, error, freedom, num_comparisons) if math.isfinite(error) else NONE
         for value, error in zip(value_M.tolist(), error_M.tolist())
     ]
 
