@@ -114,7 +114,7 @@ class Bench(NamedTuple):
         plan = method.plan(collected.batch, config.optimizer.updates_per_batch)
         sample_s, update_s, began = self.clock() - start, 0.0, self.clock()
         with timed_stages(self.clock) as stages:
-            recording = ledger_recording(config, self.policy)
+            recording = ledger_recording(config, self.policy, 0)
             with observe(
                 folder, self.policy, optimizer, collected, credit, recording, 0, None
             ) as ledger:

@@ -153,6 +153,14 @@ def columns_page() -> str:
         "## Folders of version 1",
         "They still open.\nThe reader translates their names:",
         table(["version 1", f"version {schema.SCHEMA_VERSION}"], old),
+        "## Folders of versions 1 and 2",
+        "Their token tables have `own` where it is `own_head` now: the part through the head alone."
+        "\nTheir `coupling` (predicted minus that) was mostly the token's own part below the head;"
+        " it is not read.\nNumbers that have another name now:",
+        table(
+            ["versions 1 and 2", f"version {schema.SCHEMA_VERSION}"],
+            [[f"`{name}`", f"`{new}`"] for name, new in schema.RENAMED_LEDGER_KEYS.items()],
+        ),
     ]
     return page("Run folder: files and columns", *parts)
 

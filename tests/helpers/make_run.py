@@ -130,7 +130,7 @@ def make_wide_step(
     shared = np.tile(np.arange(length) < length // 5, rollouts)
     ids[shared] = np.tile(np.arange(length) % len(words), rollouts)[shared]
     group, sign = np.repeat(group_N, length), np.repeat(sign_N, length)
-    own, coupling = 1e-3 * sign * rng.random(n), 2e-3 * rng.normal(size=n)
+    own, others = 1e-3 * sign * rng.random(n), 2e-3 * rng.normal(size=n)
     write_json(path / "manifest.json", _manifest("delta", seed, False))
     write_text(
         path / "config.yaml",
@@ -153,11 +153,12 @@ def make_wide_step(
             "advantage": sign.astype(np.float32),
             "weight": rng.uniform(0.8, 1.2, n).astype(np.float32),
             "credit": (sign * rng.uniform(0.8, 1.2, n)).astype(np.float32),
-            "delta": (own + coupling).astype(np.float32),
-            "predicted": (own + coupling).astype(np.float32),
+            "delta": (own + others).astype(np.float32),
+            "predicted": (own + others).astype(np.float32),
+            "own_head": (0.03 * own).astype(np.float32),
             "own": own.astype(np.float32),
-            "coupling": coupling.astype(np.float32),
-            "is_flip": (own + coupling) * sign < 0,
+            "others": others.astype(np.float32),
+            "is_flip": (own + others) * sign < 0,
             "entropy": rng.exponential(0.4, n).astype(np.float32),
             "confidence": rng.random(n).astype(np.float32),
             "cancellation": rng.random(n).astype(np.float32),
@@ -451,8 +452,9 @@ def _tokens(
                 "node_positive": sum(s > 0 for s in signs),
                 "node_negative": sum(s < 0 for s in signs),
                 "predicted": own + others,
+                "own_head": 0.03 * own,
                 "own": own,
-                "coupling": others,
+                "others": others,
                 "cancellation": 1 - abs(up + down) / (abs(up) + abs(down)),
                 "part_sign_positive": up,
                 "part_sign_negative": down,
@@ -482,9 +484,10 @@ def _ledger_metrics(
         "ledger/tax/cumulative_shared": tax,
         "ledger/tax/cumulative_discriminating": 4 * tax,
         "ledger/tax/cumulative_other": 0.5 * tax,
+        "ledger/drift/slope": 0.2 * float(rng.normal()),
         "ledger/drift/log_odds_change": 0.1 * float(rng.random()),
-        "ledger/entropy/shared": 0.2 + 0.02 * float(rng.random()),
-        "ledger/entropy/other": 0.5 + 0.02 * float(rng.random()),
+        "ledger/entropy/common": 0.2 + 0.02 * float(rng.random()),
+        "ledger/entropy/single": 0.5 + 0.02 * float(rng.random()),
     }
 
 

@@ -6,14 +6,11 @@ Written from the mathematics, token by token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from counterpoise.ledger import LogProbs, Params
-from counterpoise.ledger.calculus.optimizers import Response
 from counterpoise.policy import token_logp
 from counterpoise.types import Rows, TokenLoss
 from helpers.tiny_models import tiny
@@ -28,29 +25,6 @@ def clean_gpt2(
     return tiny(
         "gpt2", seed=seed, dtype=dtype, tie_word_embeddings=tied, n_embd=8, n_head=2, vocab_size=11
     )
-
-
-def own_exact(
-    logprobs: LogProbs,
-    params: Params,
-    weight_NT: Tensor,
-    tokens: Sequence[tuple[int, int]],
-    response: Response,
-) -> Tensor:
-    """c_j <g_j, P g_j> over all parameters for chosen tokens (row, position), one backward each."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    out = weight_NT.new_zeros(len(tokens))
-    for k, (n, t) in enumerate(tokens):
-        with torch.enable_grad():
-            logp_RT = logprobs.reverse(leaves, torch.tensor([n], device=weight_NT.device))
-        grads = torch.autograd.grad(logp_RT[0, t], list(leaves.values()), allow_unused=True)
-        norm = sum(
-            (grad.square() * response[name]).sum()
-            for name, grad in zip(leaves, grads)
-            if grad is not None
-        )
-        out[k] = weight_NT[n, t] * norm
-    return out
 
 
 def token_gradients(

@@ -146,7 +146,7 @@ def test_rollouts_left_out_by_the_plan_have_null_in_the_ledger_columns(table):
         "change",
         "is_flip",
         "predicted",
-        "own",
+        "own_head",
         "cancellation",
         "part_sign_positive",
         "kl",
@@ -188,9 +188,10 @@ def test_changes_flips_and_parts_are_consistent(table):
         assert table["cancellation"][k] == pytest.approx(
             1 - abs(up + down + zero) / (abs(up) + abs(down) + abs(zero)), abs=1e-5
         )
-        assert table["own"][k] + table["coupling"][k] == pytest.approx(
-            table["predicted"][k], abs=1e-6
-        )
+        if table["own"][k] is not None:
+            assert table["own"][k] + table["others"][k] == pytest.approx(
+                table["predicted"][k], abs=1e-6
+            )
         assert table["part_sign_rest"][k] == pytest.approx(table["part_category_rest"][k], abs=1e-5)
     assert 0 < max(table["noise_floor"][:14]) < 1e-4
 
@@ -243,18 +244,25 @@ def test_summary_is_what_the_table_says(booked, table):
     assert found["cancellation/category/vowel"] == pytest.approx(
         frame["cancellation"][frame["category"] == "vowel"].astype(float).mean()
     )
-    shared = frame["node_positive"] + frame["node_negative"] > 1
-    assert found["entropy/shared"] == pytest.approx(frame["entropy"][shared].astype(float).mean())
-    assert found["entropy/other"] == pytest.approx(frame["entropy"][~shared].astype(float).mean())
+    common = frame["node_positive"] + frame["node_negative"] > 1
+    assert found["entropy/common"] == pytest.approx(frame["entropy"][common].astype(float).mean())
+    assert found["entropy/single"] == pytest.approx(frame["entropy"][~common].astype(float).mean())
+    drawn = np.array([own is not None for own in frame["own"]])
+    own, others, head = (
+        np.abs(frame[name][drawn].astype(float)).sum() for name in ("own", "others", "own_head")
+    )
+    assert found["own/num"] == drawn.sum() == 8 + 3  # rollout 4 has no advantage
+    assert found["own/frac"] == pytest.approx(own / (own + others), rel=1e-5)
+    assert found["own/head_frac"] == pytest.approx(head / own, rel=1e-5)
     up, down = (
         np.abs(frame[f"part_sign_{name}"].astype(float)).sum() for name in ("positive", "negative")
     )
     assert found["part/sign/positive"] == pytest.approx(up / (up + down), rel=1e-4)
     updates = [frame["update"] == k for k in (0, 1)]
     full = [
-        frame["kl"][frame["is_fully_shared"] & in_update].astype(float).mean()
+        frame["kl"][frame["is_fully_shared"] & both & in_update].astype(float).mean()
         for in_update in updates
-        if (frame["is_fully_shared"] & in_update).any()
+        if (frame["is_fully_shared"] & both & in_update).any()
     ]
     assert found["tax/shared"] == pytest.approx(np.mean(full))
     assert found["residual/fully_shared"] == pytest.approx(0.0, abs=1e-6)
@@ -305,24 +313,26 @@ def test_a_model_without_forward_mode_gets_the_table_without_predictions():
     assert "attn_implementation" in made.book.notes[0]
 
 
-def test_a_model_without_a_plain_head_gets_no_kl_and_no_own_part():
+def test_a_model_without_a_plain_head_gets_no_kl_and_no_own_head():
     model = tiny("llama")
     model.lm_head = nn.Sequential(model.lm_head)  # get_output_embeddings is no nn.Linear any more
     made = Booked(model, axes=("sign",))
     table, found = made.book.table(0), made.book.summary()
-    assert table["kl"].null_count == table["own"].null_count == len(table["own"])
+    assert table["kl"].null_count == table["own_head"].null_count == len(table["own"])
+    assert table["own"].null_count == 1 + 3, "a rollout without advantage, one left out"
     assert found["predicted/correlation"] > 0.99
     assert not [key for key in found if key.startswith("tax/")]
     assert [note for note in made.book.notes if "not a plain linear layer" in note]
 
 
-def test_a_head_that_is_not_trained_has_no_own_part_and_says_so():
+def test_a_head_that_is_not_trained_has_no_own_head_and_says_so():
     model = tiny("llama")
     model.lm_head.weight.requires_grad_(False)
     live = [p for p in model.parameters() if p.requires_grad]
     made = Booked(model, torch.optim.AdamW(live, lr=1e-3), axes=("sign",))
     table = made.book.table(0)
-    assert table["own"].null_count == table["coupling"].null_count == len(table["own"])
+    assert table["own_head"].null_count == len(table["own"])
+    assert table["own"].null_count == table["others"].null_count == 1 + 3
     assert table["kl"].null_count == table["predicted"].null_count == 1, (
         "the rollout that the plan left out"
     )

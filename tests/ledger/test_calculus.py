@@ -21,8 +21,9 @@ from counterpoise.ledger import (
 )
 from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.logprobs import at, trainable
+from counterpoise.ledger.calculus.own import own_one_by_one
 from counterpoise.policy import token_logp
-from helpers.reference_ledger import clean_gpt2, own_exact, token_gradients
+from helpers.reference_ledger import clean_gpt2, token_gradients
 from helpers.tiny_models import tiny
 
 PROMPTS = [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
@@ -183,8 +184,8 @@ def test_response_of_sgd_with_nesterov(momentum):
     assert found.parts["sign"]["rest"].abs().max() < 1e-12 * found.predicted_NT.abs().max()
 
 
-def test_own_and_coupling_equal_all_inner_products():
-    """delta_j = eta sum_k c_k <g_j, g_k>, the diagonal own and the rest coupling: against the N x N
+def test_own_and_others_equal_all_inner_products():
+    """delta_j = eta sum_k c_k <g_j, g_k>, the diagonal own and the rest others: against the N x N
     matrix of full gradients.
     """
     model, eta = clean_gpt2(tied=True), 1e-3
@@ -194,14 +195,14 @@ def test_own_and_coupling_equal_all_inner_products():
     rate = response(optimizer, dict(model.named_parameters()))
     logprobs = of_model(model, texts())
     found = decompose(logprobs, before, trainable(model), weights(), by_sign(), rate)
-    own = own_exact(logprobs, before, weights(), [(n, t) for n, t in TOKENS], rate)
+    own = weights()[MASK_NT] * own_one_by_one(logprobs, before, rate, [(n, t) for n, t in TOKENS])
     for j, (n, t) in enumerate(TOKENS):
         pulls = {
             k: eta * float(weights()[k]) * float(gradient[n, t] @ gradient[k]) for k in gradient
         }
         assert float(own[j]) == pytest.approx(pulls[n, t], rel=1e-9)
-        coupling = sum(value for k, value in pulls.items() if k != (n, t))
-        assert float(found.predicted_NT[n, t]) == pytest.approx(float(own[j]) + coupling, rel=1e-9)
+        others = sum(value for k, value in pulls.items() if k != (n, t))
+        assert float(found.predicted_NT[n, t]) == pytest.approx(float(own[j]) + others, rel=1e-9)
         negative = sum(value for k, value in pulls.items() if ADVANTAGE_N[k[0]] < 0)
         assert float(found.parts["sign"]["negative"][n, t]) == pytest.approx(negative, rel=1e-9)
 

@@ -162,7 +162,7 @@ def test_head_change_equals_loops(chunk):
         assert float(found.entropy_M[m]) == pytest.approx(-sum(p * math.log(p) for p in before[m]))
         assert found.kl_M is not None
         assert float(found.kl_M[m]) == pytest.approx(kl(after[m], before[m]))
-    assert found.own_M is None
+    assert found.own_head_M is None
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_own_part_equals_the_head_gradient(name):
     )
     numbers = head_change(
         state, state, IDS_NT[MASK_NT], response=HeadResponse(0.3, 0.7), chunk=2
-    ).own_M
+    ).own_head_M
     tensors = head_change(
         state, state, IDS_NT[MASK_NT], response=HeadResponse(weight_P, bias_P), chunk=2
-    ).own_M
+    ).own_head_M
     assert numbers is not None
     assert tensors is not None
     for m, (n, t) in enumerate(MASK_NT.nonzero().tolist()):
@@ -212,7 +212,7 @@ def test_own_part_is_phi_times_the_hidden_norm_under_sgd():
     hidden, weight, target = case((7, 5, 3, 9, 1.0))
     kernel = head_kernel(hidden, weight, target)
     state = HeadState(hidden, Head(weight))
-    own = head_change(state, state, target, response=HeadResponse(0.25)).own_M
+    own = head_change(state, state, target, response=HeadResponse(0.25)).own_head_M
     assert own is not None
     torch.testing.assert_close(
         own, 0.25 * kernel.phi_MM.diagonal() * hidden.square().sum(-1), rtol=1e-12, atol=1e-15

@@ -63,7 +63,7 @@ def test_what_the_model_reads_first_is_accounted_for_like_a_prompt():
     expected, _ = booked(batch_of(IDS), [prompt + REPLY for prompt in PROMPTS])
     got, _ = booked(with_reply(batch_of(IDS), 0, [REPLY] * 6), PROMPTS)
     columns = numbers(expected)
-    assert {"predicted", "own", "kl", "part_sign_positive"} <= set(columns)
+    assert {"predicted", "own", "own_head", "kl", "part_sign_positive"} <= set(columns)
     for name, value_NT in numbers(got, 0, len(REPLY)).items():
         torch.testing.assert_close(
             value_NT, columns[name], rtol=1e-3, atol=2e-6, equal_nan=True, msg=name
@@ -86,9 +86,11 @@ def test_an_account_with_replies_inside_adds_up():
         torch.testing.assert_close(
             total_NT[mask_NT], columns["predicted"][mask_NT], rtol=1e-4, atol=1e-6
         )
+    drawn_NT = mask_NT & ~columns["own"].isnan()
+    assert int(drawn_NT.sum()) == 8  # Settings.own_tokens
     torch.testing.assert_close(
-        (columns["own"] + columns["coupling"])[mask_NT],
-        columns["predicted"][mask_NT],
+        (columns["own"] + columns["others"])[drawn_NT],
+        columns["predicted"][drawn_NT],
         rtol=1e-4,
         atol=1e-6,
     )

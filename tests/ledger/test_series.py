@@ -157,6 +157,26 @@ def test_drift_by_hand():
     assert drift([], score) == ({}, [])
 
 
+def test_drift_tells_sharpening_from_a_walk():
+    """Five prompts whose log-odds grow by half; one that is scored for the first time counts in no
+    slope, and swapping the two solutions of a prompt changes nothing.
+    """
+    start = [2.0, -1.0, 0.5, 3.0, -4.0]
+    bank = [
+        {"prompt_id": str(k), "prompt_ids": [1], "solutions": [[5], [6]], "start": [odds, 0.0]}
+        for k, odds in enumerate(start)
+    ]
+    bank.append({"prompt_id": "new", "prompt_ids": [1], "solutions": [[5], [6]], "start": None})
+    now = torch.tensor([[1.5 * odds, 0.0] for odds in [*start, 9.0]]).flatten()
+    numbers, _ = drift(bank, lambda prompts, solutions: now)
+    assert numbers["slope"] == pytest.approx(0.5)
+    assert numbers["slope_low"] == pytest.approx(0.5) == numbers["slope_high"]
+    swapped = [entry | {"start": entry["start"] and entry["start"][::-1]} for entry in bank]
+    back, _ = drift(swapped, lambda prompts, solutions: now.view(-1, 2).flip(1).flatten())
+    assert back["slope"] == pytest.approx(0.5)
+    assert "slope" not in drift(bank[:2], lambda prompts, solutions: now[:4])[0]
+
+
 def test_categories_of_the_built_in_task():
     """An answer of the arithmetic task, word by word with the space before it, digits alone."""
     text = (

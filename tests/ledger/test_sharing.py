@@ -227,13 +227,26 @@ def test_tax_by_kind_of_context():
         shared,
     )
     kl_NT = torch.tensor([[1.0, 2.0, 4.0], [1.0, 6.0, 8.0]])
-    assert tax(kl_NT, facts) == {
-        "shared": 1.0,
-        "both_signs": 1.0,
-        "discriminating": 4.0,
-        "other": 6.0,
-    }
+    assert tax(kl_NT, facts) == {"shared": 1.0, "discriminating": 4.0, "other": 6.0}
     assert tax(None, facts) == {}
+
+
+def test_every_token_is_in_one_kind_of_context():
+    """A good and a bad rollout and one without an advantage: 5 6 8, 5 6 8, 4 7 8."""
+    mask_NT, group_N = torch.ones(3, 3).bool(), torch.zeros(3).long()
+
+    def kinds(ids: list[list[int]], advantage: list[float]) -> list[list[str]]:
+        shared = sharing(torch.tensor(ids), mask_NT, group_N, torch.tensor(advantage))
+        sets = shared.contexts
+        assert (torch.stack(list(sets.values())).sum(0) == 1).all()
+        return [[next(k for k in sets if sets[k][n, t]) for t in range(3)] for n in range(3)]
+
+    part = [[5, 6, 8], [5, 6, 9], [5, 7, 8]]
+    assert kinds(part, [1.0, 1.0, -1.0])[0] == ["shared", "discriminating", "other"]
+    assert kinds(part, [1.0, -1.0, 0.0])[1][1] == "discriminating"  # the third takes another token
+    twice = [[5, 6, 8], [5, 6, 8], [4, 7, 8]]
+    assert kinds(twice, [1.0, -1.0, 0.0])[0] == ["discriminating", "both_signs", "both_signs"]
+    assert kinds([[5, 6, 8]] * 3, [1.0, 1.0, 1.0])[0] == ["other"] * 3  # nothing is torn there
 
 
 def test_kl_is_zero_without_a_step():

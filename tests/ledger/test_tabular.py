@@ -11,8 +11,9 @@ import counterpoise as cp
 from counterpoise.ledger import LogProbs, cancellation, copy_params, residuals, response
 from counterpoise.ledger.calculus.decompose import decompose
 from counterpoise.ledger.calculus.logprobs import trainable
+from counterpoise.ledger.calculus.own import own_one_by_one
 from counterpoise.types import TokenBatch
-from helpers.reference_ledger import own_exact, phi
+from helpers.reference_ledger import phi
 from helpers.tabular import TabularPolicy
 
 LETTERS, LENGTH = 2, 3
@@ -119,9 +120,8 @@ def test_own_and_coupling_by_hand():
     eta = 0.1
     model, batch, rows, loss, before, weight_NT, logprobs, found = take_update("dr_grpo", eta)
     context_NT = model.context_NT(torch.zeros(4, dtype=torch.long), batch.token_ids_NT)
-    own = own_exact(
-        logprobs, before, weight_NT, [(n, t) for n in range(4) for t in range(3)], {"logits": eta}
-    ).view(4, 3)
+    tokens = [(n, t) for n in range(4) for t in range(3)]
+    own = weight_NT * own_one_by_one(logprobs, before, {"logits": eta}, tokens).view(4, 3)
     for n in range(4):
         for t in range(3):
             pi, a = (

@@ -16,7 +16,7 @@ import torch
 from counterpoise import probes
 from counterpoise.ledger import of_model
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.probes import PROBES, exchangeability, pool, try_update
+from counterpoise.probes import PROBES, exchangeability, pool, tax, try_update
 from counterpoise.probes.counterfactual import (
     category_shares,
     enters,
@@ -24,11 +24,11 @@ from counterpoise.probes.counterfactual import (
     share_difference,
 )
 from counterpoise.probes.drift import solution_bank
+from counterpoise.probes.drift import summarise as summarise_drift
 from counterpoise.probes.output import STRIDE
 from counterpoise.probes.peer_masking import full_update, tau
-from counterpoise.probes.tax import kinds
+from counterpoise.probes.updates import before_last_update
 from counterpoise.probes.value import Candidates, match, prefix_values
-from counterpoise.types import Rows
 from helpers.probe_run import small_run
 
 # the run's task is a class of the tests
@@ -114,39 +114,49 @@ def test_without_plotly_there_are_numbers_and_a_word_about_the_figure(
     assert not (folder / "figure.html").exists()
 
 
-def test_contexts_of_the_tax(scene) -> None:
-    """Shared by all before fork, fork before shared by both signs: two good and one bad rollout
-    that read 5 6 8, 5 6 9, 5 7 8.
-    """
-    ids_NT, batch = torch.tensor([[5, 6, 8], [5, 6, 9], [5, 7, 8]]), scene.collected.batch
-    columns = {
-        "token_ids_NT": ids_NT,
-        "mask_NT": torch.ones(3, 3).bool(),
-        "group_N": torch.zeros(3).long(),
+def test_the_tax_is_that_of_the_last_update_against_a_control(run: Path, scene) -> None:
+    """Against the ledger of the last update, and against training again without the tokens."""
+    numbers = run_probe(run, "tax", 1, fresh=True)["numbers"]
+    assert numbers["update"].startswith("the last, number 1")
+    tokens = pd.read_parquet(run / "tokens" / "batch_000001.parquet")
+    last = tokens[tokens["update"] == 1]
+    table = pd.read_parquet(run / "probes" / "tax" / "batch_000001" / "contexts.parquet")
+    full = table[table["variant"] == "full"]
+    np.testing.assert_allclose(np.sort(full["kl"]), np.sort(last["kl"]), rtol=2e-2, atol=1e-9)
+    kinds = {name for name in ("shared", "both_signs") if (full["context"] == name).any()}
+    assert kinds
+    for kind in kinds:
+        with before_last_update(scene) as rows:
+            is_it_RT = tax.contexts(scene, rows)[kind]
+            control = try_update(scene, rows, rows.mask_NT & ~is_it_RT).scores.kl_NT
+        spent = full[full["context"] == kind]["kl"].mean() - float(control[is_it_RT].mean())
+        assert numbers["tax"][kind]["mean"] == pytest.approx(spent, rel=1e-4, abs=1e-12)
+    for kind in {"shared", "both_signs"} - kinds:
+        assert numbers["tax"][kind] == "no token of the update is of this kind"
+
+
+def test_with_one_update_the_tax_says_that_it_is_the_first(scene) -> None:
+    rows = torch.cat(list(scene.plan.updates))
+    one = scene._replace(plan=type(scene.plan)([rows], scene.plan.manifest))
+    columns = {"contexts": pd.DataFrame(tax.context_columns(one))}
+    columns["lengths"] = pd.DataFrame({"fraction": [1.0], "kl": [1.0]})
+    numbers = tax.summarise(columns)
+    assert numbers["update"] == tax.FIRST and "first (and only)" in str(tax.figure(numbers).layout)
+
+
+def test_a_tax_without_cancellation_is_the_whole_kl() -> None:
+    """Two batches, in one of which nothing is shared: the control takes 1 of 3 nats there."""
+    rows = [
+        {"variant": variant, "update": 1, "group": group, "token": k, "context": kind, "kl": kl}
+        for variant, kl in (("full", 3.0), ("shared_masked", 1.0))
+        for group, kind in ((0, "shared"), (1, "shared"), (2, "shared"), (3, "other"))
+        for k in range(2)
+    ]
+    rows += [{**rows[0], "group": STRIDE, "context": "other"}]
+    assert tax.taxes(pd.DataFrame(rows)) == {
+        "shared": {"mean": 2.0, "low": 2.0, "high": 2.0},
+        "both_signs": "no token of the update is of this kind",
     }
-    columns |= {
-        "sampler_logp_NT": torch.zeros(3, 3),
-        "reward_N": torch.zeros(3),
-        "entropy_NT": torch.zeros(3, 3),
-    }
-    made = scene._replace(collected=scene.collected._replace(batch=batch.replace(**columns)))
-    empty = torch.zeros(3, 3)
-    rows = Rows(
-        torch.arange(3),
-        columns["mask_NT"],
-        columns["group_N"],
-        torch.zeros(3),
-        torch.tensor([1.0, 1.0, -1.0]),
-        *[empty] * 3,
-    )
-    assert kinds(made, rows)[0] == ["shared", "discriminating", "other"]
-    rows = rows._replace(advantage_N=torch.tensor([1.0, -1.0, 0.0]))
-    assert kinds(made, rows)[1][1] == "discriminating"  # the third rollout takes another token
-    twice = torch.tensor([[5, 6, 8], [5, 6, 8], [4, 7, 8]])
-    made = made._replace(
-        collected=made.collected._replace(batch=made.collected.batch.replace(token_ids_NT=twice))
-    )
-    assert kinds(made, rows)[0] == ["discriminating", "both_signs", "both_signs"]
 
 
 def test_masked_gradient_equals_the_step_without_those_tokens(scene) -> None:
@@ -232,6 +242,26 @@ def test_drift_is_zero_at_the_first_checkpoint(run: Path) -> None:
     assert (
         numbers["log_odds_change"]["0"]["mean"] == 0 and numbers["log_odds_change"]["1"]["mean"] > 0
     )
+    assert numbers["slope"]["0"]["mean"] == 0 and numbers["slope"]["1"]["mean"] != 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
+def test_sharpening_by_a_factor_has_that_slope_and_a_walk_has_none(factor: float) -> None:
+    """4,000 prompts whose log-odds are multiplied, and the same after a walk of 3 nats."""
+    rng = np.random.default_rng(0)
+    start, walk = 4 * rng.normal(size=4000), 3 * rng.normal(size=4000)
+    columns = {"prompt": np.arange(4000), "start": start, "entropy": np.zeros(4000)}
+    rows = [
+        pd.DataFrame({**columns, "batch": batch, "log_odds": factor * start + k * walk})
+        for batch, k in ((1, 0), (2, 1), (3, 2))
+    ]
+    numbers = summarise_drift({"bank": pd.concat(rows)})
+    exact, noisy, noisier = (numbers["slope"][name] for name in "123")
+    assert exact["mean"] == pytest.approx(factor - 1, abs=1e-6)
+    for one in (noisy, noisier):
+        assert one["low"] < factor - 1 < one["high"] and one["high"] - one["low"] < 0.15
+    size = [numbers["log_odds_change"][name]["mean"] for name in "123"]
+    assert size[0] < size[1] < size[2]  # also where nothing is sharpened (factor 1)
 
 
 def test_bank_without_two_solutions(scene, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ COLOURS = {
     "delta",
     "predicted",
     "own",
-    "coupling",
+    "others",
+    "own_head",
     "entropy",
     "confidence",
     "cancellation",
@@ -53,7 +54,7 @@ METRIC = {  # label of a row -> key of metrics.jsonl
         "forks": "tax/discriminating",
         "elsewhere": "tax/other",
     },
-    "entropy": {"shared": "entropy/shared", "not shared": "entropy/other"},
+    "entropy": {"common": "entropy/common", "single": "entropy/single"},
     "flips": {"positive": "flip/positive", "negative": "flip/negative"},
 }
 
@@ -222,7 +223,7 @@ def test_colours_hover_and_every_number_of_a_token(page, address, table):
 @NEEDS_CHROMIUM[1]
 def test_click_keyboard_and_deep_link(browser, page, address, table):
     prompt = table.groupby("group")["is_flip"].sum().idxmax()
-    opened(page, address, f"#batch=1&prompt={prompt}&colour=coupling")
+    opened(page, address, f"#batch=1&prompt={prompt}&colour=others")
     rows = table[table["group"] == prompt].reset_index(drop=True)
     page.locator(".t[data-i='3']").click()
     page.wait_for_selector(".twins.list")
@@ -232,7 +233,7 @@ def test_click_keyboard_and_deep_link(browser, page, address, table):
         line.split()[0] for line in page.locator(".twins.list tr[tabindex]").all_inner_texts()
     ]
     strongest_first = twins.loc[
-        twins["coupling"].abs().sort_values(ascending=False, kind="stable").index
+        twins["delta"].abs().sort_values(ascending=False, kind="stable").index
     ]
     assert listed[0] == f"#{strongest_first['rollout'].iloc[0]}" and len(listed) == len(twins)
     page.keyboard.press("f")

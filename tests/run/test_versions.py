@@ -93,7 +93,7 @@ def test_tables_of_version_1_read_under_the_names_of_now():
     run = load_run(V1)
     tokens, rollouts = run.tokens(batch=0), run.rollouts(batch=0)
     parts = {name for name in tokens if name.startswith(PART_PREFIX)}
-    assert set(tokens) - parts == set(TOKEN_COLUMNS) and parts
+    assert set(tokens) - parts == set(TOKEN_COLUMNS) - {"own", "others"} and parts
     assert set(rollouts) == set(ROLLOUT_COLUMNS)
     stored = pd.read_parquet(V1 / "tokens" / "step_000000.parquet")
     for name, was in (
@@ -101,12 +101,31 @@ def test_tables_of_version_1_read_under_the_names_of_now():
         ("update", "optimizer_step"),
         ("credit", "advantages"),
         ("ratio", "importance_ratio"),
+        ("own_head", "own"),
         ("trainer_logp_after", "trainer_logprobs_after"),
     ):
         pd.testing.assert_series_equal(tokens[name], stored[was], check_names=False)
     some = run.folder.table("tokens", 0, ("credit", "group"), equal={"group": 1})
     assert some is not None and some.column_names == ["group", "credit"]
     assert some["credit"].to_pylist() == stored[stored["group"] == 1]["advantages"].tolist()
+
+
+def test_the_ledger_of_version_2_reads_under_the_names_of_now(tmp_path):
+    """``own`` was the head's part, ``coupling`` what that left over, ``shared`` two rollouts."""
+    write.create_run(tmp_path, {"seed": 0}, {"seed": 0})
+    write.write_tokens(
+        tmp_path, 0, {"position": [0], "predicted": [3.0], "own": [1.0], "coupling": [2.0]}
+    )
+    file = batch_files(tmp_path, "tokens")[0]
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({"counterpoise_schema": "2"}), file)
+    row = {"schema_version": 2, "batch": 0, "ledger/entropy/shared": 1.0, "ledger/tax/shared": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    run = load_run(tmp_path)
+    assert list(run.tokens(0)) == ["position", "predicted", "own_head"]
+    assert run.folder.columns("tokens", 0) == ["position", "predicted", "own_head"]
+    assert list(run.metrics) == ["batch", "ledger/entropy/common", "ledger/tax/shared"]
+    assert run.problems == []
 
 
 @pytest.mark.parametrize("name", ["claims_bundled", "smollm2_asdiv_h200"])

@@ -62,7 +62,7 @@ def test_viewer_shows_the_files_numbers(page, address, table):
     for label, column in {
         "credit": "credit",
         "change (delta)": "delta",
-        "predicted: coupling": "coupling",
+        "predicted: others": "others",
         "entropy": "entropy",
     }.items():
         assert found[label] == as_shown(want[column]), label
@@ -83,7 +83,7 @@ def test_viewer_colours_by_every_column(page, address, table):
             )
         )
         assert len(css) > 10 and all(css.values()), name
-        if name in ("credit", "delta", "own", "coupling"):
+        if name in ("credit", "delta", "own_head"):
             limit = np.quantile(table[name].abs(), 0.98)
             for i, got in css.items():
                 level = min(10, int(np.ceil(abs(rows[name][i]) / limit * 10 - 1e-9)))
@@ -95,7 +95,8 @@ def test_viewer_colours_by_every_column(page, address, table):
         "credit",
         "delta",
         "own",
-        "coupling",
+        "others",
+        "own_head",
         "entropy",
         "confidence",
         "cancellation",
@@ -129,7 +130,7 @@ def test_viewer_marks_what_rollouts_share(page, address, table):
         assert ("flip" in css.split()) == bool(rows["is_flip"][i])
 
 
-def test_viewer_marks_equal_tokens_and_their_coupling(page, address, table):
+def test_viewer_marks_equal_tokens_the_largest_change_first(page, address, table):
     opened(page, address, "#batch=2&prompt=0")
     rows = table[table["group"] == 0].reset_index(drop=True)
     page.locator(".t[data-i='2']").click()
@@ -140,7 +141,7 @@ def test_viewer_marks_equal_tokens_and_their_coupling(page, address, table):
     assert set(marked) <= set(twins.index) and 2 in marked
     listed = page.locator(".twins.list tr[tabindex]")
     assert listed.count() == len(twins)
-    strongest = twins.loc[twins["coupling"].abs().idxmax()]
+    strongest = twins.loc[twins["delta"].abs().idxmax()]
     assert listed.first.locator("td").first.inner_text() == f"#{strongest['rollout']}"
     listed.first.click()
     settled(
@@ -209,12 +210,12 @@ def test_viewer_deep_link(page, address, table):
     opened(
         page,
         address,
-        "#batch=2&prompt=2&colour=coupling&layout=aligned&flips=1&rollout=14&position=3&marked=1",
+        "#batch=2&prompt=2&colour=others&layout=aligned&flips=1&rollout=14&position=3&marked=1",
     )
     page.wait_for_selector(".twins.list")
     row = table[(table["rollout"] == 14) & (table["position"] == 3)].iloc[0]
-    assert inspected(page)["predicted: coupling"] == as_shown(row["coupling"])
-    assert page.locator("#colour").input_value() == "coupling"
+    assert inspected(page)["predicted: others"] == as_shown(row["others"])
+    assert page.locator("#colour").input_value() == "others"
     assert page.locator("#layout-aligned").get_attribute("aria-pressed") == "true"
     assert page.locator("#flips").is_checked()
     assert page.locator("#prompt-list [aria-current] b").first.inner_text() == "2"

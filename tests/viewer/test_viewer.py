@@ -58,7 +58,7 @@ def test_the_run_is_described(client):
     found = client.get("/api/run").json()
     assert [batch["batch"] for batch in found["batches"]] == [0, 1]
     assert [batch["has_tokens"] for batch in found["batches"]] == [True, False]
-    assert found["descriptions"]["coupling"].startswith("predicted minus own")
+    assert found["descriptions"]["others"].startswith("predicted minus own")
 
 
 def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
@@ -79,7 +79,8 @@ def test_a_step_lists_prompts_and_rollouts_as_the_files_do(client, run_dir):
     [
         "credit",
         "delta",
-        "coupling",
+        "others",
+        "own_head",
         "entropy",
         "cancellation",
         "part_sign_negative",

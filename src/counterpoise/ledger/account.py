@@ -25,6 +25,7 @@ from counterpoise.ledger.calculus.head_change import (
 )
 from counterpoise.ledger.calculus.logprobs import Params, Texts, at, of_model
 from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, response
+from counterpoise.ledger.calculus.own import draw_tokens, own_column, own_parts
 from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
 from counterpoise.policy import measure
@@ -38,14 +39,14 @@ NOISE_STRIDE = 4  # every fourth row is scored twice
 class Scores(NamedTuple):
     """Before and after the update, same forward.
 
-    ``kl_NT`` and ``own_NT`` (for a coefficient of 1) are None where the head is not plain.
+    ``kl_NT`` and ``own_head_NT`` (for a coefficient of 1) are None where the head is not plain.
     """
 
     logp_before_NT: Tensor
     logp_after_NT: Tensor
     entropy_NT: Tensor
     kl_NT: Tensor | None
-    own_NT: Tensor | None
+    own_head_NT: Tensor | None
     noise_floor: float
 
 
@@ -72,6 +73,8 @@ def account(
     *,
     is_batched: bool | None = True,
     noise_floor: float | None = None,
+    own_tokens: int = 0,
+    seed: int = 0,
 ) -> Account:
     """Account for the update that led from ``before`` to the model's present parameters.
 
@@ -91,6 +94,7 @@ def account(
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves
             predictions out.
         noise_floor: where it is known already; None measures it.
+        own_tokens: of how many tokens the own part is computed, drawn with ``seed``.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     updates, notes = None, []
@@ -104,13 +108,19 @@ def account(
     if scores.kl_NT is None:
         notes.append(
             "the model's head is not a plain linear layer: the table has no KL (no learning tax)"
-            " and no own part."
+            " and no own part of the head."
         )
-    elif scores.own_NT is None and updates is not None:
+    elif scores.own_head_NT is None and updates is not None:
         notes.append(
             "the model's head is not trained (adapters?): tokens have no own part through it, so"
-            " own and coupling are empty."
+            " own_head is empty."
         )
+    if scores.own_head_NT is not None:
+        columns["own_head"] = weight_NT * scores.own_head_NT
+    if updates is not None and own_tokens:
+        tokens = draw_tokens(weight_NT, own_tokens, torch.Generator().manual_seed(seed))
+        part_S = own_parts(model, texts, before, updates, tokens, autocast)
+        columns["own"] = own_column(weight_NT, tokens, part_S)
     if is_batched is None:
         return Account(columns, notes)
     after = {name: p.detach() for name, p in live.items()}
@@ -126,9 +136,8 @@ def account(
         is_batched=is_batched,
     )
     columns["predicted"] = parts.predicted_NT
-    if scores.own_NT is not None:
-        columns["own"] = weight_NT * scores.own_NT
-        columns["coupling"] = parts.predicted_NT - columns["own"]
+    if "own" in columns:
+        columns["others"] = parts.predicted_NT - columns["own"]
     columns |= part_columns(parts.parts)
     return Account(columns, notes)
 
@@ -242,16 +251,16 @@ def _change(
         start, head_state(model, texts), target_M, temperature=texts.temperature, response=updates
     )
 
-    kl_NT, own_NT = (
+    kl_NT, own_head_NT = (
         None if column is None else place_tokens(column, texts.mask_NT)
-        for column in (change.kl_M, change.own_M)
+        for column in (change.kl_M, change.own_head_M)
     )
     return HeadChange(
         place_tokens(change.logp_before_M, texts.mask_NT),
         place_tokens(change.logp_after_M, texts.mask_NT),
         place_tokens(change.entropy_M, texts.mask_NT),
         kl_NT,
-        own_NT,
+        own_head_NT,
     )
 
 

@@ -31,9 +31,11 @@ from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.measures.sharing import Sharing, sharing
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
+from counterpoise.maths.reduce import derived_seed
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
 
 Columns = TypeVar("Columns", Rows, TokenLoss)
+OWN_TOKENS = 8  # of an update
 _FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = (
     WeakKeyDictionary()
 )  # tried once a model
@@ -48,6 +50,8 @@ class Settings(NamedTuple):
         categories: token texts -> category names.
         temperature, token_budget: as in training.
         autocast: precision of the training forward.
+        own_tokens: tokens of each update whose own part is computed; 0 leaves it out.
+        seed: of their draw; another one for every batch.
     """
 
     axes: Sequence[str] = ("sign",)
@@ -55,6 +59,8 @@ class Settings(NamedTuple):
     temperature: float = 1.0
     token_budget: int = 16384
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    own_tokens: int = OWN_TOKENS
+    seed: int = 0
 
 
 DEFAULT = Settings()
@@ -138,6 +144,8 @@ class Book:
             self.settings.autocast,
             is_batched=self._forward_mode(texts),
             noise_floor=self._noise_floor,
+            own_tokens=self.settings.own_tokens,
+            seed=derived_seed(self.settings.seed, len(self.residuals), "own"),
         )
         self._noise_floor = float(
             entry.columns["noise_floor"].max()

@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoise.ledger.calculus.head_kernel import CONFIDENT
 from counterpoise.ledger.measures.changes import correlation
 from counterpoise.ledger.measures.classes import Facts
-from counterpoise.maths.columns import by_context, by_sign
+from counterpoise.maths.columns import by_sign
 from counterpoise.run.schema import PART_PREFIX, REST
 
 
@@ -31,9 +31,9 @@ def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:
     sets = token_sets(facts, trained_NT)
     out = {"noise_floor": float(flat["noise_floor"].max())}
     out |= _by_sign(flat, sets)
-    for name in ("both_signs", "one_sign", "shared", "other"):
+    for name in ("both_signs", "one_sign", "common", "single"):
         out |= _mean(f"entropy/{name}", flat["entropy"], sets[name])
-    return out | _prediction(flat) | _cancellation(flat, sets) | _shares(flat)
+    return out | _prediction(flat) | _own(flat) | _cancellation(flat, sets) | _shares(flat)
 
 
 def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
@@ -44,8 +44,8 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
         **by_sign(sign_NT),
         "both_signs": shared.is_both_NT,
         "one_sign": ~shared.is_both_NT & (sign_NT != 0),
-        "shared": shared.is_shared_NT,
-        "other": ~shared.is_shared_NT,
+        "common": shared.is_common_NT,
+        "single": ~shared.is_common_NT,
         "confident": facts.sampler_logp_NT.exp() >= CONFIDENT,
         "unsure": facts.sampler_logp_NT.exp() < CONFIDENT,
     }
@@ -56,12 +56,12 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:
-    """Learning tax of one update: mean KL(after || before) over tokens, ``by_context``."""
+    """Learning tax of one update: mean KL(after || before) over tokens, by kind of
+    context."""
     if kl_NT is None:
         return {}
-    shared, out = facts.sharing, {}
-    sets = by_context(shared.is_full_NT, shared.is_both_NT, shared.is_fork_NT)
-    for name, is_in_NT in sets.items():
+    out: dict[str, float] = {}
+    for name, is_in_NT in facts.sharing.contexts.items():
         out |= _mean(name, kl_NT, is_in_NT & facts.mask_NT)
     return out
 
@@ -96,18 +96,28 @@ def _prediction(flat: dict[str, Tensor]) -> dict[str, float]:
     size = float(delta.square().mean().sqrt())
     if size > 0:
         out["predicted/relative_error"] = float((predicted - delta).square().mean().sqrt()) / size
-    if "own" in flat and float(predicted.abs().sum()) > 0:
-        out["predicted/own_frac"] = float(
-            flat["own"].double().abs().sum()
-            / (flat["own"].abs() + flat["coupling"].abs()).double().sum()
-        )
     return {name: value for name, value in out.items() if math.isfinite(value)}
+
+
+def _own(flat: dict[str, Tensor]) -> dict[str, float]:
+    """Over the tokens whose own part was computed: how many, |own| as a share of |own| + |others|,
+    and what the head's part is of it.
+    """
+    if "own" not in flat:
+        return {}
+    drawn = ~flat["own"].isnan()
+    own, out = float(flat["own"][drawn].double().abs().sum()), {"own/num": float(drawn.sum())}
+    if own > 0 and "others" in flat:
+        out["own/frac"] = own / (own + float(flat["others"][drawn].double().abs().sum()))
+    if own > 0 and "own_head" in flat:
+        out["own/head_frac"] = float(flat["own_head"][drawn].double().abs().sum()) / own
+    return out
 
 
 def _cancellation(flat: dict[str, Tensor], sets: dict[str, Tensor]) -> dict[str, float]:
     if "cancellation" not in flat:
         return {}
-    names = [name for name in sets if name not in ("shared", "other")]
+    names = [name for name in sets if name not in ("common", "single")]
     out = _mean(
         "cancellation/all",
         flat["cancellation"],

@@ -41,14 +41,17 @@ def by_sign(advantage: Column) -> dict[str, Column]:
 
 
 def by_context(is_full: Column, is_both: Column, is_fork: Column) -> dict[str, Column]:
-    """Tokens by the kind of their context, as the learning tax counts them.
+    """Tokens by the kind of their context, each in exactly one.
 
-    ``shared``: every rollout of the prompt is there and takes this token; ``both_signs``: rollouts
-    of both signs take it there; ``discriminating``: they part there; ``other``: none of these.
+    ``shared``: every rollout of the prompt, of both signs, is there and takes this token;
+    ``discriminating``: rollouts of both signs are there and not all take the same token (a fork);
+    ``both_signs``: some rollouts of the prompt, of both signs, are there and all take this token;
+    ``other``: none of these.
     """
+    is_shared, is_some = is_full & is_both, is_both & ~is_full & ~is_fork
     return {
-        "shared": is_full,
-        "both_signs": is_both,
+        "shared": is_shared,
+        "both_signs": is_some,
         "discriminating": is_fork,
-        "other": ~(is_full | is_both | is_fork),  # pyright: ignore[reportReturnType]
+        "other": ~(is_shared | is_some | is_fork),  # pyright: ignore[reportReturnType]
     }

@@ -9,10 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from counterpoise.ledger import fill_bank, restore
 from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.ledger.measures.drift import drift, score_solutions
-from counterpoise.probes.output import Drawing, Frame, Output, error_bars, means
+from counterpoise.ledger.measures.drift import log_odds, score_solutions, solution_entropy
+from counterpoise.probes.output import (
+    Drawing,
+    Frame,
+    Output,
+    error_bars,
+    means,
+    number_dict,
+    ratios,
+)
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
 from counterpoise.run.files import batch_of
@@ -22,25 +32,34 @@ Entry = dict[str, Any]
 
 
 def probe(scene: Scene, output: Output, *, size: int = 64) -> None:
-    """|log-odds change| between the first two solutions of each prompt of a bank, and the entropy
-    over its solutions, by checkpoint.
+    """Log-odds between the first two solutions of each prompt of a bank, and the entropy over its
+    solutions, by checkpoint.
     """
     output.table("bank", lambda: bank_rows(scene, size))
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Means over the bank's prompts, with intervals over them."""
+    """The slope of the change of the log-odds against those at the first checkpoint, the mean
+    |change| and the mean entropy, with intervals over the bank's prompts.
+    """
     table = tables["bank"]
     numbers: dict[str, Any] = {
         "num_prompts": int(table["prompt"].nunique()),
         "batches": sorted(table["batch"].unique().tolist()),
     }
-    for quantity in ("log_odds_change", "entropy"):
-        sets = {
-            str(batch_number): table["batch"] == batch_number for batch_number in numbers["batches"]
-        }
-        numbers[quantity] = means(table[quantity], sets, table["prompt"])
+    sets = {str(number): table["batch"] == number for number in numbers["batches"]}
+    change = table["log_odds"] - table["start"]
+    numbers["slope"] = {
+        name: number_dict(_slope(table[is_in], change[is_in])) for name, is_in in sets.items()
+    }
+    numbers["log_odds_change"] = means(change.abs(), sets, table["prompt"])
+    numbers["entropy"] = means(table["entropy"], sets, table["prompt"])
     return numbers
+
+
+def _slope(table: Frame, change: Frame) -> np.ndarray:
+    start = table["start"].to_numpy()
+    return ratios([start * change], [start * start], table["prompt"])[:, 0]
 
 
 def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
@@ -61,15 +80,16 @@ def bank_rows(scene: Scene, size: int) -> list[dict[str, Any]]:
                 temperature=scene.config.rollouts.temperature,
                 token_budget=scene.config.token_budget,
             ).split(sizes)
-            for k, entry in enumerate(bank):
-                change, (bank[k],) = drift(
-                    [entry], lambda prompts, solutions, k=k, logp=logp: logp[k]
-                )
+            for entry, logp_K in zip(bank, logp):
+                now = logp_K.double().tolist()
+                entry["start"] = entry["start"] or now
                 out.append(
                     {
                         "prompt": entry["prompt_id"],
                         "batch": batch_of(path),
-                        **{n: change[n] for n in ("log_odds_change", "entropy")},
+                        "start": log_odds(entry["start"]),
+                        "log_odds": log_odds(now),
+                        "entropy": solution_entropy(now),
                     }
                 )
     finally:
@@ -102,21 +122,24 @@ def extend_bank(bank: list[Entry], size: int, path: Path, success: float) -> lis
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Drift over training."""
-    import plotly.graph_objects as go
+    """Left: the slope over training. Right: the mean |change|."""
+    from plotly.subplots import make_subplots
 
-    out, curve = go.Figure(), numbers["log_odds_change"]
-    mean, bars = [v["mean"] for v in curve.values()], error_bars(list(curve.values()))
-    out.add_scatter(
-        x=[int(s) for s in curve],
-        y=mean,
-        error_y=bars,
-        mode="lines+markers",
-        line={"color": "#0072B2"},
-    )
-    title = (
-        f"How far the log-odds between verified solutions have moved ({numbers['num_prompts']}"
-        " prompts)"
-    )
-    out.update_layout(title=title, xaxis_title="batch")
-    return out.update_yaxes(title="mean |change|, nats, 95% interval", rangemode="tozero")
+    titles = ("slope: above 0 the favourite gains", "mean |change|: a random walk raises it too")
+    out = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
+    for col, name in enumerate(("slope", "log_odds_change"), 1):
+        curve = list(numbers[name].values())
+        out.add_scatter(
+            x=numbers["batches"],
+            y=[one["mean"] for one in curve],
+            error_y=error_bars(curve),
+            mode="lines+markers",
+            line={"color": "#0072B2"},
+            showlegend=False,
+            row=1,
+            col=col,
+        )
+    title = f"Log-odds between verified solutions, {numbers['num_prompts']} prompts"
+    out.update_layout(title=title).update_xaxes(title="batch")
+    out.update_yaxes(title="change per nat of log-odds at the start", row=1, col=1)
+    return out.update_yaxes(title="nats, 95% interval", rangemode="tozero", row=1, col=2)

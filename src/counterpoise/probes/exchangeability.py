@@ -18,8 +18,7 @@ import torch
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.ledger import restore, sharing
-from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger import sharing
 from counterpoise.ledger.measures.residual import residual
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import measure
@@ -34,8 +33,7 @@ from counterpoise.probes.output import (
     means,
 )
 from counterpoise.probes.scene import Scene
-from counterpoise.trainer.loop import set_rate
-from counterpoise.trainer.update import apply_update
+from counterpoise.probes.updates import before_last_update
 
 NO_CLIP = {"clip_low": 1e6, "clip_high": 1e6}
 # name -> (M1 sequence coupling, M2 sign-dependent clipping, axes)
@@ -159,31 +157,17 @@ def off_policy_logp(scene: Scene) -> torch.Tensor:
     """Log-probs of the whole batch after all but the last of its own updates; model and
     optimizer are put back.
     """
-    model, optimizer, batch = scene.policy.model, scene.optimizer, scene.collected.batch
-    saved = snapshot(model, optimizer)
-    try:
-        for k, row_R in enumerate(scene.plan.updates[:-1]):
-            set_rate(optimizer, scene.config, scene.state.num_updates + k)
-            apply_update(
-                model,
-                optimizer,
-                scene.method,
-                scene.method.rows(batch, scene.credit, row_R),
-                scene.collected,
-                scene.config,
-            )
-        with autocast(model):
-            texts = scene.texts(torch.arange(batch.num_rollouts))
-            rollouts = (texts.prompt_ids, texts.token_ids_NT, texts.mask_NT)
-            columns = measure(
-                model,
-                *rollouts,
-                {"trainer_logp_NT"},
-                temperature=texts.temperature,
-                token_budget=texts.token_budget,
-            )
-    finally:
-        restore(saved, model, optimizer)
+    model, texts = scene.policy.model, scene.texts(torch.arange(scene.collected.batch.num_rollouts))
+    with before_last_update(scene), autocast(model):
+        columns = measure(
+            model,
+            texts.prompt_ids,
+            texts.token_ids_NT,
+            texts.mask_NT,
+            {"trainer_logp_NT"},
+            temperature=texts.temperature,
+            token_budget=texts.token_budget,
+        )
     return columns["trainer_logp_NT"]
 
 

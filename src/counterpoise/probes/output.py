@@ -60,7 +60,7 @@ class Output:
             json.dumps(self.facts)
         ):
             raise ValueError(
-                f"{self.folder}: begun with other settings"
+                f"{self.folder}: begun with other settings or by another version"
                 f" ({json.dumps(json.loads(started.read_text())['settings'])}). Take the same ones"
                 " to go on, or --fresh, which drops what is there."
             )

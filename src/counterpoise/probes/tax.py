@@ -1,9 +1,14 @@
-"""The learning tax: KL(after || before) spent where all rollouts agree, beside the KL where they
-part.
+"""The learning tax: KL(after || before) that an update spends where good and bad rollouts agree,
+because of what they bring there themselves.
 
-The first update of the batch is tried in full, with one sign alone, and at fractions of its
-length: to second order the tax is 1/2 eta^2 g^T F g, so half a step costs a quarter. Over training
-    the ledger keeps it (``ledger/tax/...`` of the metrics).
+Measured at the last of the batch's updates, from the policy after all the others: at the first one
+all ratios are 1, nothing is clipped, and what equal tokens bring cancels by construction. The
+control is the same update with these tokens masked (scale 0): what it spends there is what the
+rest of the update does by generalising. The tax is the difference.
+
+The update is also tried with one sign alone and at fractions of its length: to second order KL is
+1/2 eta^2 g^T F g, so half an update costs a quarter. Over training the ledger keeps KL by kind of
+context (``ledger/tax/...`` of the metrics), without a control.
 """
 
 from __future__ import annotations
@@ -13,92 +18,124 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import Sharing, copy_params, restore, sharing, trainable
+from counterpoise.ledger import copy_params, restore, sharing, trainable
 from counterpoise.ledger.account import score_update
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
-from counterpoise.probes.updates import forget, try_update
+from counterpoise.probes.updates import before_last_update, forget, try_update
 from counterpoise.trainer.update import apply_update
 from counterpoise.types import Rows
 
 CONTEXTS = ("shared", "both_signs", "discriminating", "other")
+MASKED = ("shared", "both_signs")  # each has a control without its tokens
 FRACTIONS = (0.25, 0.5, 1.0, 2.0)
+FIRST = (
+    "the batch has one update, which is the first: all ratios are 1 and nothing is clipped. Train"
+    " with optimizer.updates_per_batch above 1 to see what they cost"
+)
 
 
 def probe(scene: Scene, output: Output) -> None:
-    """KL of every token by kind of context and variant, and at fractions of the batch."""
+    """KL of every token by kind of context and variant, and at fractions of the update."""
     output.table("contexts", lambda: context_columns(scene))
     output.table("lengths", lambda: length_rows(scene))
 
 
 def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
-    """Mean KL by kind of context and variant, and the quadratic law; of one batch or of several."""
+    """The tax, mean KL by kind of context and variant, and the quadratic law; of one batch or of
+    several.
+    """
     table, by_length = tables["contexts"], tables["lengths"].groupby("fraction")["kl"].mean()
-    kl: dict[str, Any] = {}
+    last = int(table["update"].max())
+    numbers: dict[str, Any] = {"update": f"the last, number {last} (counted from 0)"}
+    if last == 0:
+        numbers["update"] = FIRST
+    numbers["tax"] = taxes(table)
     for variant, part in table.groupby("variant", sort=False):
-        kl[str(variant)] = means(
-            part["kl"], {name: part["context"] == name for name in CONTEXTS}, part["group"]
-        )
-    law = (
-        {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()}
-        if by_length[1.0] > 0
-        else {}
-    )
-    return {**kl, "kl_of_fraction_over_kl_of_step": law}
+        sets = {name: part["context"] == name for name in CONTEXTS}
+        numbers[str(variant)] = means(part["kl"], sets, part["group"])
+    if by_length[1.0] > 0:
+        law = {str(f): round(float(kl / by_length[1.0]), 4) for f, kl in by_length.items()}
+        numbers["kl_of_fraction_over_kl_of_step"] = law
+    return numbers
+
+
+def taxes(table: Frame) -> dict[str, Any]:
+    """KL at the tokens of a kind in the full update minus KL there with these tokens masked,
+    intervals over prompts; a sentence where no token is of the kind.
+    """
+    of = {name: part.reset_index(drop=True) for name, part in table.groupby("variant", sort=False)}
+    out: dict[str, Any] = {}
+    for kind in MASKED:
+        if f"{kind}_masked" not in of:
+            out[kind] = "no token of the update is of this kind"
+            continue
+        is_it = of["full"]["context"] == kind
+        # batches without such tokens have no control: rows are told apart by batch and token
+        control = of[f"{kind}_masked"].set_index(["group", "token"])["kl"]
+        full = of["full"][is_it].set_index(["group", "token"])
+        spent = (full["kl"] - control.reindex(full.index)).dropna().reset_index()
+        out |= means(spent["kl"], {kind: [True] * len(spent)}, spent["group"])
+    return out
 
 
 def context_columns(scene: Scene) -> Columns:
     """One row per token and variant."""
-    rows = scene.rows
-    mask_RT, kind = rows.mask_NT, kinds(scene, rows)
-    context = [kind[r][t] for r, t in mask_RT.nonzero().tolist()]
+    with before_last_update(scene) as rows:
+        sets = contexts(scene, rows)
+        variants = {name: enters(rows, signs) for name, signs in SIDES.items()}
+        for kind in MASKED:
+            rest_RT = rows.mask_NT & ~sets[kind]
+            if bool(sets[kind].any()) and bool(rest_RT.any()):
+                variants[f"{kind}_masked"] = rest_RT
+        kl = {name: kl_of(scene, rows, enters_RT) for name, enters_RT in variants.items()}
+    mask_RT, names = rows.mask_NT, [""] * int(rows.mask_NT.sum())
+    for name, is_in_RT in sets.items():
+        for at in is_in_RT[mask_RT].nonzero().flatten().tolist():
+            names[at] = name
     group = rows.group_N[:, None].expand_as(mask_RT)[mask_RT].tolist()
-    out: Columns = {"variant": [], "group": [], "context": [], "kl": []}
-    for variant, signs in SIDES.items():
-        kl_RT = try_update(scene, rows, enters(rows, signs)).scores.kl_NT
-        if kl_RT is None:
-            raise ValueError(
-                "tax: the model's head is not plain, so there are no distributions to compare."
-                " Choose another model."
-            )
-        for name, column in (
-            ("variant", [variant] * len(group)),
-            ("group", group),
-            ("context", context),
-            ("kl", kl_RT[mask_RT].tolist()),
-        ):
-            out[name] += column
-    return out
+    return {
+        "variant": [name for name in kl for _ in names],
+        "update": [len(scene.plan) - 1] * (len(kl) * len(names)),
+        "group": group * len(kl),
+        "token": list(range(len(names))) * len(kl),
+        "context": names * len(kl),
+        "kl": [value for kl_RT in kl.values() for value in kl_RT[mask_RT].tolist()],
+    }
 
 
-def kinds(scene: Scene, rows: Rows) -> list[list[str]]:
-    """The kind of every token's context: ``shared`` if all rollouts take this token, else
-    ``discriminating`` at a fork, else ``both_signs``.
-    """
-    ids_RT = scene.collected.batch.token_ids_NT[rows.row_R]
-    shared: Sharing = sharing(ids_RT, rows.mask_NT, rows.group_N, rows.advantage_N)
-    code_RT = torch.full_like(ids_RT, 3)
-    for code, is_in_RT in (
-        (1, shared.is_both_NT),
-        (2, shared.is_fork_NT),
-        (0, shared.is_full_NT & shared.is_both_NT),
-    ):
-        code_RT[is_in_RT] = code
-    return [[CONTEXTS[c] for c in row] for row in code_RT.tolist()]
+def kl_of(scene: Scene, rows: Rows, enters_RT: Tensor) -> Tensor:
+    kl_RT = try_update(scene, rows, enters_RT).scores.kl_NT
+    if kl_RT is None:
+        raise ValueError(
+            "tax: the model's head is not plain, so there are no distributions to compare."
+            " Choose another model."
+        )
+    return kl_RT
+
+
+def contexts(scene: Scene, rows: Rows) -> dict[str, Tensor]:
+    """The kinds of context of the rows' tokens, as the ledger has them: of the whole batch."""
+    batch = scene.collected.batch
+    columns = (batch.token_ids_NT, batch.mask_NT, batch.group_N, scene.credit.advantage_N)
+    whole = sharing(*(column.cpu() for column in columns))
+    sets = whole.select(rows.row_R.cpu()).contexts
+    return {name: is_in.to(rows.mask_NT.device) & rows.mask_NT for name, is_in in sets.items()}
 
 
 def length_rows(scene: Scene) -> list[dict[str, Any]]:
-    """Mean KL over all tokens of the batch at fractions of the parameter change (this batch's
+    """Mean KL over all tokens of the update at fractions of the parameter change (this update's
     gradient alone).
     """
-    model, optimizer, rows = scene.policy.model, scene.optimizer, scene.rows
-    texts, saved, before = (
-        scene.texts(rows.row_R),
-        snapshot(model, optimizer),
-        copy_params(trainable(model)),
-    )
+    with before_last_update(scene) as rows:
+        return kl_of_fractions(scene, rows)
+
+
+def kl_of_fractions(scene: Scene, rows: Rows) -> list[dict[str, Any]]:
+    model, optimizer, texts = scene.policy.model, scene.optimizer, scene.texts(rows.row_R)
+    saved, before = snapshot(model, optimizer), copy_params(trainable(model))
     out = []
     try:
         forget(optimizer)
@@ -129,25 +166,25 @@ def figure(numbers: dict[str, Any]) -> Drawing:
     import plotly.graph_objects as go
 
     out = go.Figure()
-    labels = dict(
-        zip(CONTEXTS, ("all rollouts agree", "both signs agree", "both signs part (fork)", "other"))
-    )
-    for variant, colour in (
-        ("full", "#000000"),
-        ("positives", "#0072B2"),
-        ("negatives", "#D55E00"),
-    ):
-        by_context = numbers[variant]
-        mean, bars = (
-            [one["mean"] for one in by_context.values()],
-            error_bars(list(by_context.values())),
-        )
+    labels = ("all rollouts agree", "both signs agree", "both signs part (fork)", "other")
+    variants = {
+        "full": ("full", "#000000"),
+        "shared_masked": ("without tokens of all", "#56B4E9"),
+        "both_signs_masked": ("without tokens of both signs", "#009E73"),
+        "positives": ("positives alone", "#0072B2"),
+        "negatives": ("negatives alone", "#D55E00"),
+    }
+    for variant, (name, colour) in variants.items():
+        of = numbers.get(variant, {})
         out.add_bar(
-            x=[labels[name] for name in by_context],
-            y=mean,
-            error_y=bars,
-            name=variant,
+            x=[labels[CONTEXTS.index(kind)] for kind in of],
+            y=[one["mean"] for one in of.values()],
+            error_y=error_bars(list(of.values())),
+            name=name,
             marker_color=colour,
         )
-    out.update_layout(title="KL that one update spends, by kind of context", barmode="group")
+    which = "the first (and only)" if numbers["update"] == FIRST else "the last"
+    title = f"KL that {which} update of a batch spends, by kind of context"
+    out.update_layout(title=title, barmode="group")
+    out.update_xaxes(categoryorder="array", categoryarray=labels)
     return out.update_yaxes(title="KL, nats per token, log scale", type="log", dtick=1)

@@ -9,6 +9,8 @@ Axes: R rows of the update, T response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,32 @@ from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone
 from counterpoise.probes.scene import Scene
+from counterpoise.trainer.loop import set_rate
 from counterpoise.trainer.update import Update, apply_update
 from counterpoise.types import Rows
+
+
+@contextmanager
+def before_last_update(scene: Scene) -> Iterator[Rows]:
+    """Model and optimizer after all but the last of the batch's own updates, for the block; gives
+    the rows of the last.
+
+    With one update per batch that is the first.
+    """
+    model, optimizer = scene.policy.model, scene.optimizer
+    saved = snapshot(model, optimizer)
+    *first, last = [
+        scene.method.rows(scene.collected.batch, scene.credit, row_R)
+        for row_R in scene.plan.updates
+    ]
+    try:
+        for k, rows in enumerate(first):
+            set_rate(optimizer, scene.config, scene.state.num_updates + k)
+            apply_update(model, optimizer, scene.method, rows, scene.collected, scene.config)
+        set_rate(optimizer, scene.config, scene.state.num_updates + len(first))
+        yield last
+    finally:
+        restore(saved, model, optimizer)
 
 
 class Change(NamedTuple):

@@ -38,8 +38,6 @@ COLUMNS = (
     "node_positive",
     "node_negative",
     "predicted",
-    "own",
-    "coupling",
     "cancellation",
     "entropy",
     "kl",
@@ -290,11 +288,11 @@ def residual(frame: Frame) -> list[Row]:
 
 
 def shared_entropy(frame: Frame) -> list[Row]:
-    """Mean entropy of tokens that two or more rollouts with an advantage share, and of others."""
+    """Mean entropy of tokens where rollouts with an advantage run together, and of the others."""
     if not has(frame, "entropy", *NODES):
         return []
-    is_shared = frame["node_positive"].fillna(0) + frame["node_negative"].fillna(0) > 1
-    sets = (("shared", is_shared), ("not shared", ~is_shared))
+    is_common = frame["node_positive"].fillna(0) + frame["node_negative"].fillna(0) > 1
+    sets = (("common", is_common), ("single", ~is_common))
     return [
         Row(name, by_cluster(frame["entropy"][is_in], frame["group"][is_in]), int(is_in.sum()))
         for name, is_in in sets

@@ -17,7 +17,7 @@ from torch import Tensor
 from counterpoise.errors import ConfigError, nearest
 from counterpoise.run.files import batch_file, batch_of, remove_folder, write_folder, write_json
 from counterpoise.run.read import checkpoints, read_mapping
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.schema import SAME_FILES, SCHEMA_VERSION
 from counterpoise.text import visible
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def read_state(file: Path) -> LoopState:
     """The loop's state of a checkpoint; unknown or missing keys and wrong types are an error."""
     state = read_mapping(file)
     version = state.pop("schema_version", None)
-    if version != SCHEMA_VERSION:
+    if version not in SAME_FILES:
         raise ConfigError(
             f"{file}: schema version {version}, expected {SCHEMA_VERSION}. It is damaged, or of"
             " another version of counterpoise."

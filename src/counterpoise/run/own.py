@@ -22,7 +22,7 @@ from typing import Any
 from counterpoise.errors import ConfigError
 from counterpoise.run.files import inside, is_temporary, remove_folder
 from counterpoise.run.read import BATCH_FILE, CHECKPOINT, checkpoints, read_mapping
-from counterpoise.run.schema import SCHEMA_VERSION
+from counterpoise.run.schema import SAME_FILES, SCHEMA_VERSION
 from counterpoise.text import visible
 
 try:
@@ -65,7 +65,7 @@ def check_free(run_dir: Path, *, fresh: bool, resume: bool) -> None:
             f"run_dir: {run_dir} holds a run. Continue it with --resume, replace it with --fresh,"
             " or --set run_dir=..."
         )
-    elif has_run and manifest["schema_version"] != SCHEMA_VERSION:
+    elif has_run and manifest["schema_version"] not in SAME_FILES:
         raise ConfigError(
             f"--fresh: {run_dir} was written in schema version {manifest['schema_version']}, and"
             f" only files of version {SCHEMA_VERSION} are replaced. Delete the folder yourself, or"

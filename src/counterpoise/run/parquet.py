@@ -9,7 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_TOKEN_COLUMNS, TABLE_VERSION
+from counterpoise.run.schema import (
+    LEFT_OUT_COLUMNS,
+    RENAMED_COLUMNS,
+    RENAMED_LEDGER_COLUMNS,
+    RENAMED_TOKEN_COLUMNS,
+    TABLE_VERSION,
+)
 
 BROKEN = (pa.ArrowException, OSError, ValueError)  # what reading a damaged file raises
 
@@ -45,12 +51,18 @@ def table_version(schema: pa.Schema) -> str | None:
 
 
 def current_names(schema: pa.Schema) -> dict[str, str]:
-    """Column name in the file -> name now; they differ in tables of version 1."""
-    renamed: Mapping[str, str] = {}
-    if table_version(schema) == "1":
-        renamed = RENAMED_TOKEN_COLUMNS if "position" in schema.names else RENAMED_COLUMNS
+    """Column name in the file -> name now; they differ in tables of earlier versions, of which some
+    columns are not read any more.
+    """
     names: list[str] = schema.names
-    return {name: renamed.get(name, name) for name in names}
+    version, is_ledger = table_version(schema), "position" in names
+    if version not in ("1", "2"):
+        return {name: name for name in names}
+    renamed: Mapping[str, str] = RENAMED_LEDGER_COLUMNS if is_ledger else {}
+    if version == "1":
+        renamed = RENAMED_TOKEN_COLUMNS if is_ledger else RENAMED_COLUMNS
+    left_out = LEFT_OUT_COLUMNS if is_ledger else ()
+    return {name: renamed.get(name, name) for name in names if name not in left_out}
 
 
 def read_columns(

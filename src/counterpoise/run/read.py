@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from counterpoise.run.files import batch_of
-from counterpoise.run.schema import RENAMED_COLUMNS, RENAMED_CONFIG_KEYS, SCHEMA_VERSION
+from counterpoise.run.schema import RENAMED_CONFIG_KEYS, RENAMED_KEYS, SAME_FILES, SCHEMA_VERSION
 from counterpoise.stage import SUCCESS
 from counterpoise.text import load_yaml, visible
 
@@ -118,7 +118,8 @@ class RunFolder:
             self.note(f"{folder}/{file.name} {_left_out(error)}")
             return {}
         self.note_version(f"{folder}/{file.name}", parquet.table_version(schema))
-        return dict(zip(parquet.current_names(schema).values(), schema.types))
+        names = parquet.current_names(schema)
+        return {now: schema.field(name).type for name, now in names.items()}
 
     def columns(self, folder: str, batch: int) -> list[str]:
         """Names of a batch's columns."""
@@ -152,7 +153,7 @@ class RunFolder:
         """A problem if this program does not know the schema ``version``."""
         if version is None:
             self.note(f"{where} carries no schema version; it is read as version {SCHEMA_VERSION}.")
-        elif str(version) not in ("1", str(SCHEMA_VERSION)):
+        elif str(version) not in ("1", *map(str, SAME_FILES)):
             self.note(
                 f"{where} has schema version {version}, this program knows {SCHEMA_VERSION}: what"
                 " it knows is shown."
@@ -233,7 +234,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
     advice = "Take the file as counterpoise train wrote it (save_rollouts_every)."
     table = parquet.require_columns(path, READ, advice)
     version = parquet.table_version(parquet.pq.read_schema(path))
-    if version != str(SCHEMA_VERSION):
+    if version not in [str(known) for known in SAME_FILES]:
         raise ValueError(
             f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the"
             " counterpoise that wrote it."
@@ -304,13 +305,13 @@ def read_mapping(file: Path) -> Row:
 
 
 def _current(row: Mapping[str, Any]) -> Row:
-    """A row or a plan without its version, keys of version 1 under their names of now."""
-    if row.get("schema_version", 1) != 1:
-        return {key: value for key, value in row.items() if key != "schema_version"}
+    """A row or a plan without its version, keys of earlier versions under their names of now."""
+    version = row.get("schema_version", 1)
+    renamed: dict[str, str] = RENAMED_KEYS.get(version, {}) if isinstance(version, int) else {}
     return {
-        RENAMED_COLUMNS.get(key, key): value
+        renamed.get(key, key): value
         for key, value in row.items()
-        if key != "schema_version" and RENAMED_COLUMNS.get(key) not in row
+        if key != "schema_version" and renamed.get(key) not in row
     }
 
 

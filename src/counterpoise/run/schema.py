@@ -19,7 +19,8 @@ A row of a jsonl file without the key is of version 1."""
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+SAME_FILES = (2, 3)  # versions that differ in names of the ledger alone
 INSIDE_TRL = "counterpoise"  # the run folder in the output folder of a training inside TRL
 TABLE_VERSION = b"counterpoise_schema"  # the key in a table's metadata
 
@@ -36,7 +37,17 @@ RENAMED_COLUMNS = {
     "importance_ratio": "ratio",
     "optimizer/num_steps": "optimizer/num_updates",
 }
-RENAMED_TOKEN_COLUMNS = {**RENAMED_COLUMNS, "token_ids": "token_id"}
+# version 2 called the head's part of a token's own change "own", and predicted minus that
+# "coupling" (mostly the own part below the head: it is not read), and "shared" meant two things
+RENAMED_LEDGER_COLUMNS = {"own": "own_head"}
+LEFT_OUT_COLUMNS = ("coupling",)
+RENAMED_LEDGER_KEYS = {
+    "ledger/entropy/shared": "ledger/entropy/common",
+    "ledger/entropy/other": "ledger/entropy/single",
+}
+# version -> names of keys in jsonl rows and plans
+RENAMED_KEYS = {1: {**RENAMED_COLUMNS, **RENAMED_LEDGER_KEYS}, 2: RENAMED_LEDGER_KEYS}
+RENAMED_TOKEN_COLUMNS = {**RENAMED_COLUMNS, **RENAMED_LEDGER_COLUMNS, "token_ids": "token_id"}
 RENAMED_CONFIG_KEYS = {
     "num_steps": "num_batches",
     "optimizer.steps_per_batch": "optimizer.updates_per_batch",
@@ -109,13 +120,17 @@ TOKEN_COLUMNS = {
     ),
     "kl": "KL(after || before) of the distribution at the token's context, nats",
     "predicted": "first-order change along the actual parameter difference",
-    "own": (
+    "own_head": (
         "the part of the predicted change that the token's own gradient brought through the head's"
-        " weights (closed form)"
+        " weights alone (closed form); a small share of own in a deep model"
     ),
-    "coupling": (
-        "predicted minus own: other tokens, the token's own gradient below the head, the"
-        " optimizer's memory"
+    "own": (
+        "the part of the predicted change that the token's own gradient brought, through all"
+        " parameters; for a sample of tokens (ledger.own_tokens), null elsewhere"
+    ),
+    "others": (
+        "predicted minus own, where own is known: what other tokens and the optimizer's memory"
+        " brought"
     ),
     "cancellation": (
         "1 - |sum of the classes' parts| / sum of |parts|, classes of the first decomposition"

@@ -93,6 +93,8 @@ class Ledger(Section):
     """Axes along which every change is taken apart: sign, category, sharing, confidence."""
     categories: str | None = None
     """your.module:function that names each token's category; null: the built-in rules."""
+    own_tokens: int = Field(default=8, ge=0)
+    """Tokens of each update whose own part is computed (a gradient each); 0 computes none."""
     bank: int = Field(default=16, ge=0)
     """Prompts with two verified solutions whose log-odds are followed; 0 follows none."""
 

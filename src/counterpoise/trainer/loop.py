@@ -16,6 +16,7 @@ from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.ledger.recorder import Recording, observe
 from counterpoise.maths.intervals import Interval
+from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.policy.load import quiet
 from counterpoise.policy.precision import autocast
@@ -139,7 +140,7 @@ def train_policy(
             clock.mark("credit_s")
 
             updates: list[Update] = []
-            recording = ledger_recording(config, policy)
+            recording = ledger_recording(config, policy, batch_number)
             with observe(
                 run_dir, policy, optimizer, collected, credit, recording, batch_number, state.ledger
             ) as ledger:
@@ -256,7 +257,7 @@ def last_number(run_dir: Path, key: str) -> int:
     return int(rows[-1].get(key, 0)) if rows else 0
 
 
-def ledger_recording(config: Config, policy: Policy) -> Recording:
+def ledger_recording(config: Config, policy: Policy, batch_number: int) -> Recording:
     """What the ledger records of a batch, and how."""
     how = Settings(
         axes=config.ledger.decompose,
@@ -264,6 +265,8 @@ def ledger_recording(config: Config, policy: Policy) -> Recording:
         temperature=config.rollouts.temperature,
         token_budget=budget_that_fits(policy.model, config),
         autocast=lambda: autocast(policy.model),
+        own_tokens=config.ledger.own_tokens,
+        seed=derived_seed(config.seed, batch_number, "ledger"),
     )
     return Recording(config.ledger.every, config.ledger.bank, config.success, how)
 

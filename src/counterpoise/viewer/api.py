@@ -18,7 +18,7 @@ from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
 from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
 
-DIVERGING = ("credit", "delta", "predicted", "own", "coupling", "coef", "advantage")
+DIVERGING = ("credit", "delta", "predicted", "own_head", "own", "others", "coef", "advantage")
 SEQUENTIAL = ("weight", "entropy", "confidence", "cancellation", "ratio", "kl")
 QUANTILE = 0.98  # colours saturate there
 PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}

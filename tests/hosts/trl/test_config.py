@@ -88,6 +88,7 @@ def test_every_field_has_help():
         "success_reward",
         "ledger_every",
         "ledger_decompose",
+        "ledger_own_tokens",
     }
     for field in dataclasses.fields(CreditGRPOConfig):
         if field.name in own:

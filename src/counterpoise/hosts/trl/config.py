@@ -14,6 +14,7 @@ from typing import Any
 from trl.trainer.grpo_config import GRPOConfig
 
 from counterpoise.hosts.trl.method import Setup, setup
+from counterpoise.ledger.book import OWN_TOKENS
 from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.text import load_yaml
 
@@ -118,6 +119,15 @@ class CreditGRPOConfig(GRPOConfig):
         default_factory=lambda: ["sign"],
         metadata={"help": "What the ledger tells apart: sign, category, sharing, confidence."},
     )
+    ledger_own_tokens: int = field(
+        default=OWN_TOKENS,
+        metadata={
+            "help": (
+                "Tokens of each update whose own part the ledger computes (a gradient each). 0 is"
+                " none."
+            )
+        },
+    )
 
     def __post_init__(self) -> None:
         self.method_axes = _mapping("method_axes", self.method_axes) or {}
@@ -126,6 +136,11 @@ class CreditGRPOConfig(GRPOConfig):
         if self.ledger_every < 0:
             raise ValueError(
                 f"ledger_every: expected 0 (never) or a number of batches, got {self.ledger_every}."
+            )
+        if self.ledger_own_tokens < 0:
+            raise ValueError(
+                "ledger_own_tokens: expected 0 (none) or a number of tokens, got"
+                f" {self.ledger_own_tokens}."
             )
         for name, value in self.setup().trl_fields.items():
             self._set(name, value)

@@ -37,7 +37,11 @@ def create_folder(folder: Path, trainer: Any, setup: Setup) -> None:
                 1, args.steps_per_generation // args.gradient_accumulation_steps
             ),
         },
-        "ledger": {"every": args.ledger_every, "decompose": list(args.ledger_decompose)},
+        "ledger": {
+            "every": args.ledger_every,
+            "decompose": list(args.ledger_decompose),
+            "own_tokens": args.ledger_own_tokens,
+        },
     }
     facts = {"host": "trl", "name": run_name(args), "seed": args.seed, "device": str(args.device)}
     create_run(folder, config, facts)

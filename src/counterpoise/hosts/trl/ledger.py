@@ -27,7 +27,7 @@ from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
 from counterpoise.ledger import Book, Settings, residuals, within_memory
 from counterpoise.ledger.summary import mean_of
-from counterpoise.maths.reduce import masked_mean
+from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.run import write
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import INSIDE_TRL
@@ -118,6 +118,8 @@ class Ledger(TrainerCallback):
             axes=trainer.args.ledger_decompose,
             temperature=trainer.temperature,
             autocast=trainer.accelerator.autocast,
+            own_tokens=trainer.args.ledger_own_tokens,
+            seed=derived_seed(trainer.args.seed, self._number, f"ledger {len(self._tables)}"),
         )
         kind = LossBook if self.is_sharded else Book
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -24,15 +24,15 @@ class HeadState(NamedTuple):
 
 
 class HeadChange(NamedTuple):
-    """``entropy_M`` is before the update; ``kl_M`` is KL(after || before); ``own_M`` is the own
-    part for a coefficient of 1.
+    """``entropy_M`` is before the update; ``kl_M`` is KL(after || before); ``own_head_M`` is the
+    part of the change that a token's own gradient brings through the head, for a coefficient of 1.
     """
 
     logp_before_M: Tensor
     logp_after_M: Tensor
     entropy_M: Tensor
     kl_M: Tensor | None
-    own_M: Tensor | None
+    own_head_M: Tensor | None
 
 
 class HeadResponse(NamedTuple):
@@ -61,7 +61,7 @@ def head_change(
     Args:
         before, after: hidden states and heads.
         target_M: token ids.
-        response: see ``own_part``.
+        response: see ``own_head``.
         chunk: tokens whose distributions are alive at once (default: 64 MiB of logits).
 
     >>> z = torch.tensor([[0.5, 0.5]]).log()
@@ -86,10 +86,10 @@ def head_change(
         after_MV = head_logits(
             after.hidden_MD[rows], after.head, temperature=temperature
         ).log_softmax(-1)
-        own_M = (
+        own_head_M = (
             None
             if response is None
-            else own_part(before, rows, logits_MV, token_M1, temperature, response)
+            else own_head(before, rows, logits_MV, token_M1, temperature, response)
         )
         parts.append(
             HeadChange(
@@ -97,7 +97,7 @@ def head_change(
                 after_MV.gather(1, token_M1)[:, 0],
                 -(logp_MV.exp() * logp_MV).sum(-1),
                 kl(after_MV, logp_MV),
-                own_M,
+                own_head_M,
             )
         )
     return HeadChange(*(None if column[0] is None else torch.cat(column) for column in zip(*parts)))  # pyright: ignore[reportArgumentType]
@@ -125,7 +125,7 @@ def kl(after_MV: Tensor, before_MV: Tensor) -> Tensor:
     return torch.where(x_MV < -1, far_MV, near_MV).sum(-1)
 
 
-def own_part(
+def own_head(
     state: HeadState,
     rows: slice,
     logits_MV: Tensor,

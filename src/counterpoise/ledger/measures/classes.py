@@ -38,7 +38,7 @@ class Facts(NamedTuple):
             self.sampler_logp_NT[row_R],
             self.category_NT[row_R],
             self.category_names,
-            Sharing(*(column[row_R] for column in self.sharing)),
+            self.sharing.select(row_R),
         )
 
 

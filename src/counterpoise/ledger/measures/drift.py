@@ -3,19 +3,25 @@ them.
 
 A prompt of the bank has two solutions or more. With s_k the log-prob of solution k as a sequence,
 the policy's taste is the distribution softmax(s) over them: its log-odds s_1 - s_2 and its entropy.
-Learning that only removes wrong answers leaves both alone."""
+Learning that only removes wrong answers leaves both alone. Two numbers say how they move: the mean
+|change of the log-odds|, which a random walk raises too, and the slope of the change against the
+log-odds at the start. Sharpening multiplies all log-odds by some a > 1: slope a - 1, the favourite
+gains. A walk without direction has slope 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from counterpoise.maths.intervals import Interval, interval_of, ratios_by_cluster
 from counterpoise.policy import measure
 
+LEAST_PROMPTS = 3  # of a slope
 MAX_SOLUTIONS = 4  # of one prompt: keeps the state small
 
 # JSON: prompt_id, prompt_ids, solutions (token ids), start (log-probs when first scored, or None)
@@ -64,7 +70,8 @@ def drift(
 
     ``log_odds_change``: mean over prompts of |log-odds of the first two solutions - the same at the
     start|. ``entropy``: mean entropy of softmax(s), nats. ``entropy_change``: its mean change since
-    the start.
+    the start. ``slope``, ``slope_low``, ``slope_high``: see ``slope``; from prompts that were
+    scored before, three at least.
 
     Args:
         score: (prompt ids, solution ids) -> log-prob of each solution as a sequence.
@@ -76,17 +83,52 @@ def drift(
     scores = [
         part.tolist() for part in logp_S.double().split([len(entry["solutions"]) for entry in bank])
     ]
+    is_known = [bool(entry["start"]) for entry in bank]
     bank = [entry if entry["start"] else entry | {"start": now} for entry, now in zip(bank, scores)]
     starts = [entry["start"] for entry in bank]
-    moved = [abs((now[0] - now[1]) - (start[0] - start[1])) for now, start in zip(scores, starts)]
-    entropies, at_start = [_entropy(now) for now in scores], [_entropy(start) for start in starts]
+    start_P = np.array([log_odds(start) for start in starts])
+    change_P = np.array([log_odds(now) for now in scores]) - start_P
+    entropies, at_start = (
+        [solution_entropy(now) for now in scores],
+        [solution_entropy(start) for start in starts],
+    )
     num = len(bank)
     return {
         "num_prompts": num,
-        "log_odds_change": sum(moved) / num,
+        "log_odds_change": float(np.abs(change_P).mean()),
+        **slope_numbers(start_P[is_known], change_P[is_known]),
         "entropy": sum(entropies) / num,
         "entropy_change": (sum(entropies) - sum(at_start)) / num,
     }, bank
+
+
+def log_odds(scores: Sequence[float]) -> float:
+    """Of the first solution against the second."""
+    return scores[0] - scores[1]
+
+
+def slope(start_P: np.ndarray, change_P: np.ndarray) -> Interval:
+    """Least squares slope of the change of the log-odds against the log-odds at the start, with a
+    95% interval over prompts.
+
+    sum_p x_p y_p / sum_p x_p^2, without a constant: which of two solutions comes first is a matter
+    of order, and swapping them turns the sign of both x and y.
+
+    >>> slope(np.array([1.0, -2.0, 0.5]), np.array([0.5, -1.0, 0.25])).mean  # all log-odds x 1.5
+    0.5
+    """
+    prompt_P = np.arange(len(start_P))
+    ratio_B1 = ratios_by_cluster(
+        [start_P * change_P], [start_P * start_P], prompt_P, least=LEAST_PROMPTS
+    )
+    return interval_of(ratio_B1[:, 0])
+
+
+def slope_numbers(start_P: np.ndarray, change_P: np.ndarray) -> dict[str, float]:
+    if len(start_P) < LEAST_PROMPTS or not np.any(start_P):
+        return {}
+    mean, low, high = slope(start_P, change_P)
+    return {"slope": float(mean), "slope_low": float(low), "slope_high": float(high)}
 
 
 def score_solutions(
@@ -108,6 +150,7 @@ def score_solutions(
     return measure(model, *rollouts, {"trainer_logp_NT"}, **settings)["trainer_logp_NT"].sum(1)
 
 
-def _entropy(scores: list[float]) -> float:
+def solution_entropy(scores: list[float]) -> float:
+    """Entropy of softmax(scores), nats."""
     logp = torch.tensor(scores, dtype=torch.float64).log_softmax(0)
     return float(-(logp.exp() * logp).sum())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.maths.columns import by_context
 from counterpoise.maths.reduce import groups
 from counterpoise.maths.trie import prefix_nodes, row_mask
 
@@ -35,9 +36,17 @@ class Sharing(NamedTuple):
         return (self.positive_NT > 0) & (self.negative_NT > 0)
 
     @property
-    def is_shared_NT(self) -> Tensor:
+    def is_common_NT(self) -> Tensor:
         """Rollouts with an advantage, two at least, pass through the node."""
         return self.positive_NT + self.negative_NT > 1
+
+    @property
+    def contexts(self) -> dict[str, Tensor]:
+        """Tokens by the kind of their context: shared, both_signs, discriminating, other."""
+        return by_context(self.is_full_NT, self.is_both_NT, self.is_fork_NT)
+
+    def select(self, row_R: Tensor) -> Sharing:
+        return Sharing(*(column[row_R] for column in self))
 
 
 def sharing(token_ids_NT: Tensor, mask_NT: Tensor, group_N: Tensor, advantage_N: Tensor) -> Sharing:

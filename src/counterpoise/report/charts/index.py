@@ -280,9 +280,9 @@ CHARTS: tuple[Chart, ...] = (
         "Learning tax",
         "Change where all answers agree teaches nothing; change at the forks is what learning is"
         " for.",
-        "KL(after || before) of an update, in nats, mean over tokens by context: all"
-        " rollouts, or both signs, take this token; forks: they part here. Band: 95% bootstrap over"
-        " prompts.",
+        "KL(after || before) of an update, in nats, mean over tokens by context: all rollouts of"
+        " the prompt take this token; some of both signs do, and none parts; forks: they part here."
+        " Band: 95% bootstrap over prompts.",
         of_ledger(
             "tax",
             ("ledger/tax/shared", "shared by all"),
@@ -310,22 +310,34 @@ CHARTS: tuple[Chart, ...] = (
         "drift",
         "ledger",
         "Solution drift",
-        "Change of preference among equally correct solutions. A method that only removes errors"
-        " stays near 0.",
+        "How far the preference among equally correct solutions has moved. A method that only"
+        " removes errors stays near 0; a walk without direction rises too.",
         "Mean over a frozen bank of prompts of |change of the log-odds between two verified"
         " solutions| since they were first scored; intervals with several seeds only.",
         of_keys(("ledger/drift/log_odds_change", "log-odds change")),
         needs="ledger.bank in the recipe, and prompts with two verified solutions",
     ),
     Chart(
+        "drift_slope",
+        "ledger",
+        "Solution drift: does the favourite gain?",
+        "Above 0 the solution that was more likely at the start gains (sharpening); 0: the moves"
+        " have no such direction.",
+        "Slope, over a frozen bank of prompts, of the change of the log-odds between two verified"
+        " solutions against their log-odds when first scored: 0.5 means that all log-odds grew by"
+        " half. Intervals with several seeds only; metrics.jsonl has that of one run over prompts.",
+        of_keys(("ledger/drift/slope", "slope")),
+        needs="ledger.bank in the recipe, and three prompts with two verified solutions",
+    ),
+    Chart(
         "shared_entropy",
         "ledger",
-        "Entropy of shared and other tokens",
-        "Where entropy falls at shared tokens, the policy stops exploring without need.",
-        "Mean entropy of the policy, in nats, at tokens that two or more rollouts with an advantage"
-        " share and at the others. Band: 95% bootstrap over prompts.",
+        "Entropy of common and single tokens",
+        "Where entropy falls at common tokens, the policy stops exploring without need.",
+        "Mean entropy of the policy, in nats, at tokens where two or more rollouts with an"
+        " advantage run together (common) and at the others. Band: 95% bootstrap over prompts.",
         of_ledger(
-            "entropy", ("ledger/entropy/shared", "shared"), ("ledger/entropy/other", "not shared")
+            "entropy", ("ledger/entropy/common", "common"), ("ledger/entropy/single", "single")
         ),
     ),
 )

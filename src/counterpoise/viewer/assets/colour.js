@@ -4,7 +4,7 @@ import { element, number, visible } from "./text.js";
 
 export const LABELS = {
   credit: "credit", weight: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
-  predicted: "predicted change", own: "predicted: own part", coupling: "predicted: coupling", cancellation: "cancellation",
+  predicted: "predicted change", own_head: "predicted: own, head alone", own: "predicted: own part", others: "predicted: others", cancellation: "cancellation",
   entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio",
   sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_id: "token id",
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
@@ -15,7 +15,7 @@ const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
 // what belongs together in the list of colours, the most asked for first
 const FAMILIES = [
   ["Credit", ["credit", "weight", "advantage", "coef"]],
-  ["Change", ["delta", "change", "predicted", "own", "coupling", "cancellation", "kl"]],
+  ["Change", ["delta", "change", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Policy", ["entropy", "confidence", "ratio"]],
   ["Token", ["category"]],
 ];

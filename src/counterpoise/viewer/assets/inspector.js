@@ -7,12 +7,12 @@ const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
   ["Credit", ["reward", "advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
   ["Policy", ["confidence", "entropy", "sampler_logp", "trainer_logp", "trainer_logp_after", "ratio"]],
-  ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "coupling", "cancellation", "kl"]],
+  ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_id", "position"]],
 ];
-const MOVERS = { delta: "actual", predicted: "predicted", own: "own part", coupling: "coupling" };
+const MOVERS = { delta: "actual", predicted: "predicted", own: "own part", others: "others", own_head: "own, head alone" };
 const MAX_TWINS = 200;
-const SHORT = { credit: "credit", delta: "change", own: "own", coupling: "coupling" };
+const SHORT = { credit: "credit", delta: "change", own: "own", others: "others" };
 
 export function drawEmpty(place) {
   place.replaceChildren(element("p", "hint", "Point at a token to see its numbers. Click it to mark its equals in all rollouts of the prompt. Press ? for keys."));
@@ -47,13 +47,13 @@ function table(names, numbers, descriptions) {
 }
 
 function movers(numbers) {
-  const names = ["delta", "predicted", "own", "coupling", ...Object.keys(numbers).filter((name) => name.startsWith("part_"))];
+  const names = ["delta", "predicted", "own", "others", "own_head", ...Object.keys(numbers).filter((name) => name.startsWith("part_"))];
   return names.filter((name) => Number.isFinite(numbers[name])).map((name) => [MOVERS[name] ?? label(name), numbers[name]]);
 }
 
 function sumOf(numbers) {
   const axes = new Set(Object.keys(numbers).flatMap((name) => /^part_([^_]+)_/.exec(name)?.slice(1) ?? []));
-  const sums = ["own" in numbers ? "own part + coupling" : "", ...[...axes].map((axis) => `the parts by ${axis} added up`)].filter(Boolean);
+  const sums = [Number.isFinite(numbers.own) ? "own part + others" : "", ...[...axes].map((axis) => `the parts by ${axis} added up`)].filter(Boolean);
   return sums.length ? `predicted = ${sums.join(" = ")}` : "Change of the log-prob by the update.";
 }
 
@@ -97,7 +97,7 @@ function twinParts(twins, onGo) {
     });
     list.append(line);
   }
-  out.push(element("p", "hint", "The same token text wherever it stands. Means by the sign of the rollout; below, each of them, the most coupled first."), sums, list);
+  out.push(element("p", "hint", "The same token text wherever it stands. Means by the sign of the rollout; below, each of them, the largest change first. A dash: its own part was not computed (ledger.own_tokens)."), sums, list);
   if (twins.rows.length > MAX_TWINS) out.push(element("p", "hint", `${twins.rows.length - MAX_TWINS} more are marked in the text.`));
   return out;
 }

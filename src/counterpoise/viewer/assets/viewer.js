@@ -263,10 +263,15 @@ function pick(i) {
   writeAddress();
 }
 
+function meanOf(values) {
+  const known = values.filter((value) => Number.isFinite(value));
+  return known.reduce((sum, value) => sum + value, 0) / known.length;
+}
+
 async function twinsOf(i) {
-  const names = ["credit", "delta", "own", "coupling"].filter((name) => loaded.columns.some((c) => c.name === name));
+  const names = ["credit", "delta", "own", "others"].filter((name) => loaded.columns.some((c) => c.name === name));
   const columns = await Promise.all(names.map(columnOf));
-  const rank = columns[names.includes("coupling") ? names.indexOf("coupling") : names.indexOf("delta")] ?? columns[0];
+  const rank = columns[names.indexOf("delta")] ?? columns[0];
   const rows = [];
   for (const row of group.rows) {
     for (let at = row.start; at < row.end; at += 1) {
@@ -276,7 +281,7 @@ async function twinsOf(i) {
   rows.sort((a, b) => Math.abs(rank?.[b.i] ?? 0) - Math.abs(rank?.[a.i] ?? 0));
   const bySign = [[1, "positive"], [-1, "negative"]].flatMap(([sign, name]) => {
     const of = rows.filter((twin) => twin.row.sign === sign);
-    return of.length ? [[name, of.length, names.map((_, k) => of.reduce((sum, twin) => sum + twin.values[k], 0) / of.length)]] : [];
+    return of.length ? [[name, of.length, names.map((_, k) => meanOf(of.map((twin) => twin.values[k])))]] : [];
   });
   return { count: number(rows.length), names, rows, bySign };
 }

@@ -1,0 +1,253 @@
+"""The own part of single tokens: how far a token's own gradient moves its own log-prob, over all
+parameters.
+
+With the optimizer's response P the part of token j for a unit coefficient is ``<g_j, P g_j> = sum_p
+P_p g_jp^2``, g_j the gradient of its log-prob. It takes one gradient per token. S tokens share a
+forward and a backward down to the layers' outputs: each layer is then differentiated by its own
+weights row by row (``vmap``), and no more than one weight's gradients [S, ...] are alive. Layers
+that mix the rows, or say nothing of them, are found by trying (``can_batch``); then it is one
+backward per token.
+
+Axes: S tokens, one per row; D hidden size; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from counterpoise.ledger.calculus.logprobs import LogProbs, Params, Texts, at, of_model
+from counterpoise.ledger.calculus.optimizers import Response
+from counterpoise.maths.head import Head, head_logits
+from counterpoise.policy.backbone import backbone, eager, evaluating
+from counterpoise.policy.pack import Packed, hidden_of, pack_rows
+
+log = logging.getLogger("counterpoise.ledger")
+Token = tuple[int, int]  # row of the update, position in the response
+MOST_NUMBERS = 1 << 27  # of one weight's gradients by row: 512 MiB in float32
+_AGREES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once per model
+
+
+class CannotBatch(ValueError):
+    """A layer whose output does not tell the rows apart."""
+
+
+class Use(NamedTuple):
+    """One call of a layer that has trainable weights of its own.
+
+    ``names``: its weights -> their names in the model.
+    """
+
+    layer: nn.Module
+    names: dict[str, str]
+    value: Tensor
+    output: Tensor
+
+
+def own_parts(
+    model: PreTrainedModel,
+    texts: Texts,
+    params: Params,
+    response: Response,
+    tokens: Sequence[Token],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> Tensor:
+    """<g_j, P g_j> of chosen tokens over all trainable parameters, [S].
+
+    Args:
+        texts: the rows of the update.
+        params: the trainable parameters before the update.
+        response: P, see ``optimizers.response``.
+        tokens: (row, position) of each.
+        autocast: precision of the training forward.
+    """
+    if not tokens:
+        return next(iter(params.values())).new_zeros(0)
+    if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast):
+        size = max(1, MOST_NUMBERS // max(value.numel() for value in params.values()))
+        cuts = [tokens[k : k + size] for k in range(0, len(tokens), size)]
+        return torch.cat(
+            [own_by_rows(model, texts, params, response, cut, autocast) for cut in cuts]
+        )
+    return own_one_by_one(of_model(model, texts, autocast), params, response, tokens)
+
+
+def draw_tokens(weight_NT: Tensor, num: int, generator: torch.Generator) -> list[Token]:
+    """Up to ``num`` tokens drawn evenly from those whose gradient entered the update.
+
+    >>> draw_tokens(torch.tensor([[0.0, 2.0], [0.0, 0.0]]), 3, torch.Generator())
+    [(0, 1)]
+    """
+    entered_K2 = (weight_NT != 0).nonzero().cpu()
+    pick_S = torch.randperm(len(entered_K2), generator=generator)[:num].sort().values
+    return [(row, position) for row, position in entered_K2[pick_S].tolist()]
+
+
+def own_column(weight_NT: Tensor, tokens: Sequence[Token], part_S: Tensor) -> Tensor:
+    """The own part of the chosen tokens on [N, T]; NaN elsewhere."""
+    out_NT = torch.full_like(weight_NT, torch.nan)
+    for (row, position), part in zip(tokens, part_S):
+        out_NT[row, position] = weight_NT[row, position] * part
+    return out_NT
+
+
+def own_one_by_one(
+    logprobs: LogProbs, params: Params, response: Response, tokens: Sequence[Token]
+) -> Tensor:
+    """The same for any function of named parameters: one forward and backward per token."""
+    leaves = _leaves(params)
+    parts = []
+    for row, position in tokens:
+        with torch.enable_grad():
+            logp_1T = logprobs.reverse(leaves, torch.tensor([row], device=logprobs.mask_NT.device))
+        grads = torch.autograd.grad(logp_1T[0, position], list(leaves.values()), allow_unused=True)
+        named = {name: grad[None] for name, grad in zip(leaves, grads) if grad is not None}
+        parts.append(_norm(named, response))
+    return torch.cat(parts)
+
+
+def own_by_rows(
+    model: PreTrainedModel,
+    texts: Texts,
+    params: Params,
+    response: Response,
+    tokens: Sequence[Token],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> Tensor:
+    """The same in one forward and backward; ``CannotBatch`` where a layer does not allow it."""
+    rows, leaves = one_token_rows(texts, tokens, model.device), _leaves(params)
+    with evaluating(model), eager(model), autocast(), torch.enable_grad():
+        return at(model, leaves, lambda m: _own(m, rows, leaves, response, texts.temperature))
+
+
+def one_token_rows(texts: Texts, tokens: Sequence[Token], device: torch.device) -> Packed:
+    """A row per token that ends with it: its prompt and what was answered so far."""
+    row_S = torch.tensor([row for row, _ in tokens], device=device)
+    position_S = torch.tensor([position for _, position in tokens], device=device)
+    ids_ST = texts.token_ids_NT.to(device)[row_S]
+    is_it_ST = torch.arange(ids_ST.shape[1], device=device) == position_S[:, None]
+    return pack_rows([texts.prompt_ids[row] for row, _ in tokens], ids_ST, is_it_ST, device)
+
+
+def can_batch(
+    model: PreTrainedModel,
+    texts: Texts,
+    params: Params,
+    tokens: Sequence[Token],
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> bool:
+    """Whether rows can share a backward: tried on two tokens, the first time a model is seen."""
+    if model not in _AGREES:
+        unit: Response = dict.fromkeys(params, 1.0)
+        expected = own_one_by_one(of_model(model, texts, autocast), params, unit, tokens)
+        try:
+            parts = own_by_rows(model, texts, params, unit, tokens, autocast)
+            _AGREES[model] = bool(((parts - expected).abs() <= 0.05 * expected.abs()).all())
+        except torch.OutOfMemoryError:
+            raise
+        except (CannotBatch, RuntimeError) as why:  # torch has no narrower type for what lacks vmap
+            log.info("%s: own parts take a backward per token: %s", type(model).__name__, why)
+            _AGREES[model] = False
+    return _AGREES[model]
+
+
+def _own(
+    model: PreTrainedModel, rows: Packed, leaves: Params, response: Response, temperature: float
+) -> Tensor:
+    head = backbone(model).head
+    if head is None:
+        raise CannotBatch("its head is not a plain linear layer")
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    with watch_layers(model, names, len(rows.target_M)) as uses:
+        hidden_SD = hidden_of(backbone(model), rows)
+    logp_S = _logp(hidden_SD, rows.target_M, head, temperature)
+    deltas = torch.autograd.grad(logp_S.sum(), [use.output for use in uses], allow_unused=True)
+    gradients = _gradients_of_head(hidden_SD.detach(), rows.target_M, head, temperature, names)
+    for use, delta in zip(uses, deltas):
+        for local, name in use.names.items() if delta is not None else ():
+            gradients.setdefault(name, []).append(partial(gradient_by_row, use, local, delta))
+    out_S = torch.zeros_like(logp_S).detach()
+    for name, parts in gradients.items():
+        out_S += _norm({name: sum(part() for part in parts)}, response)  # pyright: ignore[reportArgumentType]
+    return out_S
+
+
+@contextmanager
+def watch_layers(model: nn.Module, names: dict[int, str], num_rows: int) -> Iterator[list[Use]]:
+    """Every call of a layer with trainable weights of its own, while the block runs."""
+    uses: list[Use] = []
+
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        own = {k: names[id(p)] for k, p in layer._parameters.items() if id(p) in names}
+        tensors = [*args, output]
+        if kwargs or len(args) != 1 or not all(_has_rows(value, num_rows) for value in tensors):
+            raise CannotBatch(f"{type(layer).__name__} does not tell the rows apart")
+        uses.append(Use(layer, own, args[0].detach(), output))
+
+    layers = [m for m in model.modules() if any(id(p) in names for p in m._parameters.values())]
+    hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+    try:
+        yield uses
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def gradient_by_row(use: Use, local: str, delta: Tensor) -> Tensor:
+    """The gradient of one weight of a layer from each row alone, [S, ...]."""
+    weight = use.layer._parameters[local]
+    assert weight is not None
+    if isinstance(use.layer, nn.Linear) and local == "weight":
+        return (delta.flatten(1, -2).mT @ use.value.to(delta.dtype).flatten(1, -2)).to(weight.dtype)
+
+    def of_row(value: Tensor, delta: Tensor) -> Tensor:
+        def output(weight: Tensor) -> Tensor:
+            return torch.func.functional_call(use.layer, {local: weight}, (value[None],))[0]
+
+        return torch.func.vjp(output, weight.detach())[1](delta)[0]
+
+    return torch.vmap(of_row)(use.value, delta)
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1 and len(value) == num_rows
+
+
+def _gradients_of_head(
+    hidden_SD: Tensor, target_S: Tensor, head: Head, temperature: float, names: dict[int, str]
+) -> dict[str, list[Callable[[], Tensor]]]:
+    def by_row(field: str) -> Tensor:
+        def logp(value: Tensor, hidden_D: Tensor, target: Tensor) -> Tensor:
+            here = head._replace(**{field: value})
+            return _logp(hidden_D[None], target[None], here, temperature)[0]
+
+        return torch.vmap(torch.func.grad(logp), in_dims=(None, 0, 0))(
+            getattr(head, field).detach(), hidden_SD, target_S
+        )
+
+    weights = {field: names.get(id(getattr(head, field))) for field in ("weight_VD", "bias_V")}
+    return {name: [partial(by_row, field)] for field, name in weights.items() if name is not None}
+
+
+def _logp(hidden_SD: Tensor, target_S: Tensor, head: Head, temperature: float) -> Tensor:
+    logits_SV = head_logits(hidden_SD, head, temperature=temperature)
+    return logits_SV.log_softmax(-1).gather(1, target_S[:, None])[:, 0]
+
+
+def _norm(gradient_S: dict[str, Tensor], response: Response) -> Tensor:
+    """sum_p P_p g_p^2 of each row."""
+    return sum(
+        (grad_S.square() * response[name]).flatten(1).sum(1) for name, grad_S in gradient_S.items()
+    )  # pyright: ignore[reportReturnType]
+
+
+def _leaves(params: Params) -> Params:
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
