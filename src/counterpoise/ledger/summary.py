@@ -101,16 +101,17 @@ def _prediction(flat: dict[str, Tensor]) -> dict[str, float]:
 
 def _own(flat: dict[str, Tensor]) -> dict[str, float]:
     """Over the tokens whose own part was computed: how many, |own| as a share of |own| + |others|,
-    and what the head's part is of it.
+    and what the head's part is of it. Medians: a single token can be most of a sum.
     """
     if "own" not in flat:
         return {}
-    drawn = ~flat["own"].isnan()
-    own, out = float(flat["own"][drawn].double().abs().sum()), {"own/num": float(drawn.sum())}
-    if own > 0 and "others" in flat:
-        out["own/frac"] = own / (own + float(flat["others"][drawn].double().abs().sum()))
-    if own > 0 and "own_head" in flat:
-        out["own/head_frac"] = float(flat["own_head"][drawn].double().abs().sum()) / own
+    drawn = ~flat["own"].isnan() & (flat["own"] != 0)
+    own, out = flat["own"][drawn].double().abs(), {"own/num": float(drawn.sum())}
+    if len(own) and "others" in flat:
+        share = own / (own + flat["others"][drawn].double().abs())
+        out["own/frac"] = float(share.quantile(0.5))
+    if len(own) and "own_head" in flat:
+        out["own/head_frac"] = float((flat["own_head"][drawn].double().abs() / own).quantile(0.5))
     return out
 
 

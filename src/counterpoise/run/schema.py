@@ -122,7 +122,7 @@ TOKEN_COLUMNS = {
     "predicted": "first-order change along the actual parameter difference",
     "own_head": (
         "the part of the predicted change that the token's own gradient brought through the head's"
-        " weights alone (closed form); a small share of own in a deep model"
+        " weights alone (closed form, every token)"
     ),
     "own": (
         "the part of the predicted change that the token's own gradient brought, through all"
