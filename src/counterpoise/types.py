@@ -221,6 +221,13 @@ def stack_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     return TokenBatch(**columns, max_length=batches[0].max_length, success=batches[0].success)
 
 
+def cut_width(batch: TokenBatch, width: int) -> TokenBatch:
+    """The first ``width`` columns of a batch whose rows are no longer than that."""
+    names = [f.name for f in dataclasses.fields(batch) if f.name.partition("_N")[2].startswith("T")]
+    columns = {name: getattr(batch, name) for name in names}
+    return batch.replace(**{n: c[:, :width] for n, c in columns.items() if c is not None})
+
+
 class RolloutBatch(NamedTuple):
     """A batch with everything that is known of it.
 

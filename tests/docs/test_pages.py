@@ -121,6 +121,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_probes_on_batches_of_ones_own():
+    """The blocks of the guide that need no model run; the error gets most of NTF's credit there."""
+    code = [code for kind, code in blocks(DOCS / "guides" / "probes.md") if kind == "python"]
+    first, second = (
+        run_python(next(c for c in code if f"import {name}" in c), {})
+        for name in ("localise", "compare_values")
+    )
+    share = {line.split()[0]: float(line.split()[1]) for line in first.splitlines()}
+    assert share["dapo"] == 0.25 < share["crf_ntf"]
+    assert 0.5 < float(second) < 0.9
+
+
 @pytest.mark.parametrize("name", ["start.md", "guides/choose.md"])
 def test_shell_blocks_run(name, folder, monkeypatch):
     lines = [

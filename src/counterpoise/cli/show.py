@@ -122,7 +122,8 @@ def counting(text: str) -> Iterator[Callable[[str, int, int], None]]:
     console, last = Console(stderr=True), time.monotonic()
     words = TextColumn("{task.description}", markup=False)
     columns = (words, MofNCompleteColumn(), BarColumn(bar_width=20), Elapsed(), "left", Remaining())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    quiet, whole = not console.is_terminal, 1e9  # the speed over all parts: some take minutes
+    with Progress(*columns, console=console, disable=quiet, speed_estimate_period=whole) as bar:
         part = bar.add_task(visible(text), total=None)
 
         def report(what: str, num: int, total: int) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from counterpoise.probes.localisation import first_error_tokens, localise
     from counterpoise.probes.runner import PROBES, Probe, pool, run_probe
     from counterpoise.probes.scene import Scene, open_scene
+    from counterpoise.probes.token_value import compare_values
     from counterpoise.probes.updates import Change, try_update
 
 # the module that has a name -> the names
@@ -20,6 +21,7 @@ _HOMES = {
     "counterpoise.probes.localisation": ("first_error_tokens", "localise"),
     "counterpoise.probes.runner": ("PROBES", "Probe", "pool", "run_probe"),
     "counterpoise.probes.scene": ("Scene", "open_scene"),
+    "counterpoise.probes.token_value": ("compare_values",),
     "counterpoise.probes.updates": ("Change", "try_update"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -29,6 +31,7 @@ __all__ = [
     "Change",
     "Probe",
     "Scene",
+    "compare_values",
     "first_error_tokens",
     "localise",
     "open_scene",

@@ -13,8 +13,8 @@ from counterpoise.catalogue.registry import methods as known_methods
 from counterpoise.policy import load_model
 from counterpoise.probes.scene import Scene
 from counterpoise.text import load_yaml
-from counterpoise.trainer.collect import measure_columns
-from counterpoise.types import Credit, TokenBatch
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
+from counterpoise.types import Credit, RolloutBatch, TokenBatch, cut_width
 
 ALL = "all"  # every preset, those of plug-ins too
 
@@ -64,7 +64,9 @@ def method_of(axes: Any, where: str) -> Method:
 def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
     """The credit of each method; a column that several need is measured once.
 
-    The run's own method gets the run's state, others their first.
+    The run's own method gets the run's state, others their first. Another method that samples more
+    does so (with the scene's policy, seed and batch number), and the rollouts that it adds, which
+    change the credit of those that are there, are left out of what is returned.
     """
     collected, reference = scene.collected, scene.reference
     out = {}
@@ -72,10 +74,49 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
         if reference is None and "ref_logp_NT" in method.needs:
             device = scene.policy.model.device
             reference = load_model(scene.config.model, dtype=torch.float32, device=device).model
-        collected = measure_columns(scene.policy, method, scene.config, collected, reference)
-        state = scene.state.method if method.describe() == scene.method.describe() else None
+        is_own = method.describe() == scene.method.describe()
+        samples_more = bool(method.collectors) and not is_own
+        rollouts = sample_more(scene, method) if samples_more else collected
+        rollouts = measure_columns(scene.policy, method, scene.config, rollouts, reference)
         credit = method.assign(
-            collected.batch, state, seed=scene.config.seed, batch_number=scene.batch_number
+            rollouts.batch,
+            scene.state.method if is_own else None,
+            seed=scene.config.seed,
+            batch_number=scene.batch_number,
         )
-        out[label] = Assigned(method, collected.batch, credit)
+        if not samples_more:
+            collected = rollouts
+        out[label] = first_rows(
+            Assigned(method, rollouts.batch, credit), scene.collected.batch.mask_NT.shape
+        )
     return out
+
+
+def sample_more(scene: Scene, method: Method) -> RolloutBatch:
+    """The saved batch with what the method's ``collect`` hooks add to it."""
+    sampler = RolloutSampler(
+        scene.policy,
+        scene.task,
+        scene.config,
+        scene.batch_number,
+        start=scene.state.num_prompts,
+        needs=method.needs,
+        success=method.success,
+    )
+    sampler.num_rounds = 1  # the saved batch is the first
+    with torch.random.fork_rng():
+        return collect(method, sampler, scene.collected)
+
+
+def first_rows(one: Assigned, shape: torch.Size) -> Assigned:
+    """Credit of the first rollouts, cut to their width; nothing changes where there are no more."""
+    num, width = shape
+    if one.batch.mask_NT.shape == shape:
+        return one
+    row_R = torch.arange(num, device=one.batch.mask_NT.device)
+    credit = one.credit._replace(
+        advantage_N=one.credit.advantage_N[:num],
+        weight_NT=one.credit.weight_NT[:num, :width],
+        credit_NT=one.credit.credit_NT[:num, :width],
+    )
+    return Assigned(one.method, cut_width(one.batch.select(row_R), width), credit)

@@ -34,10 +34,11 @@ def mid_rank(value_M: ArrayLike, weight_BM: np.ndarray) -> np.ndarray:
     >>> mid_rank([5.0, 3.0, 5.0], np.ones((1, 3))).tolist()
     [[2.0, 0.5, 2.0]]
     """
-    _, index_M = np.unique(np.asarray(value_M, float), return_inverse=True)
-    level_BL = np.zeros((len(weight_BM), index_M.max(initial=-1) + 1))
-    np.add.at(level_BL.T, index_M, weight_BM.T)
-    return (level_BL.cumsum(1) - level_BL / 2)[:, index_M]
+    value_M = np.asarray(value_M, float)
+    order_M = np.argsort(value_M, kind="stable")
+    sums_BM = np.pad(weight_BM[:, order_M].cumsum(1), ((0, 0), (1, 0)))
+    low, high = (np.searchsorted(value_M[order_M], value_M, side) for side in ("left", "right"))
+    return (sums_BM[:, low] + sums_BM[:, high]) / 2
 
 
 def correlation(x: np.ndarray, y: np.ndarray, weight_BM: np.ndarray) -> np.ndarray:

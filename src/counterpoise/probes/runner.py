@@ -100,6 +100,11 @@ PROBES = {
         "how near one update comes to the true policy gradient, per method, and its worth in"
         " rollouts",
     ),
+    "token_value": Probe(
+        "counterpoise.probes.token_value",
+        True,
+        "credit against the Monte Carlo advantage of drawn tokens, per method",
+    ),
 }
 
 

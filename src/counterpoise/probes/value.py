@@ -187,6 +187,15 @@ def prefix_values(
     scene: Scene, row: list[int], prefixes: list[list[int]], samples: int, seed: int
 ) -> list[float]:
     """Mean reward of fresh completions of each prefix, by the policy as it is."""
+    return completion_rewards(scene, row, prefixes, samples, seed).mean(1).tolist()
+
+
+def completion_rewards(
+    scene: Scene, row: list[int], prefixes: list[list[int]], samples: int, seed: int
+) -> np.ndarray:
+    """Rewards of fresh completions by the policy as it is, [prefixes, samples]; prefix i answers
+    the prompt of rollout ``row[i]``.
+    """
     config, policy, collected = scene.config, scene.policy, scene.collected
     settings = config.rollouts
     with torch.random.fork_rng():
@@ -210,13 +219,17 @@ def prefix_values(
         ids[keep].tolist()[: left[i]]
         for i, ids, keep in zip(index, fresh.token_ids_NT.cpu(), fresh.mask_NT.cpu())
     ]
-    texts = policy.tokenizer.batch_decode(
-        [prefixes[i] + ids for i, ids in zip(index, new)], skip_special_tokens=True
-    )
-    group = collected.batch.group_N.tolist()
-    asked = [(collected.prompts[group[row[i]]], text) for i, text in zip(index, texts)]
-    reward = np.array(grade(scene.task, asked, config.grader_time_limit_s).reward)
-    return (np.bincount(index, reward, minlength=len(prefixes)) / samples).tolist()
+    answers = [prefixes[i] + ids for i, ids in zip(index, new)]
+    reward = response_rewards(scene, [row[i] for i in index], answers)
+    return reward[np.argsort(index, kind="stable")].reshape(len(prefixes), samples)
+
+
+def response_rewards(scene: Scene, row: list[int], responses: list[list[int]]) -> np.ndarray:
+    """Rewards of whole responses; response i answers the prompt of rollout ``row[i]``."""
+    texts = scene.policy.tokenizer.batch_decode(responses, skip_special_tokens=True)
+    prompts, group = scene.collected.prompts, scene.collected.batch.group_N.tolist()
+    asked = [(prompts[group[r]], text) for r, text in zip(row, texts)]
+    return np.array(grade(scene.task, asked, scene.config.grader_time_limit_s).reward, float)
 
 
 def numbers_of(table: Frame) -> dict[str, Any]:

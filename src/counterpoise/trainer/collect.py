@@ -20,9 +20,13 @@ from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 
-def collect(method: Method, sampler: RolloutSampler) -> RolloutBatch:
-    """Sample and grade one batch, then let the stages of the method that sample more do so."""
-    rollouts = sampler.more()
+def collect(
+    method: Method, sampler: RolloutSampler, saved: RolloutBatch | None = None
+) -> RolloutBatch:
+    """Sample and grade one batch, or take a saved one, then let the stages of the method that
+    sample more do so.
+    """
+    rollouts = sampler.more() if saved is None else saved
     for stage in method.collectors:
         assert stage.collect is not None
         rollouts = call(stage.collect, rollouts, sampler, **stage.settings)
