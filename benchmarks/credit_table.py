@@ -1,7 +1,8 @@
-"""The table of docs/results/credit.md: every rule, three measures, from kept summaries of the
-probes localisation, token_value and gradient.
+"""The tables of docs/results/credit.md from kept summaries of the probes localisation, token_value
+and gradient: every rule with three measures at one batch, or fewer numbers over several.
 
     python benchmarks/credit_table.py benchmarks/results/credit_bundled --batch 20
+    python benchmarks/credit_table.py benchmarks/results/credit_bundled --batch 0 20 40
 """
 
 from __future__ import annotations
@@ -28,16 +29,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--batch", type=int, nargs="+", required=True)
     args = parser.parse_args()
+    (one_batch if len(args.batch) == 1 else over_batches)(args.folder, args.batch)
+
+
+def one_batch(folder: Path, batches: list[int]) -> None:
+    """All measures at one batch."""
     probes = ("localisation", "token_value", "gradient")
-    first, value, gradient = (numbers(args.folder, name, args.batch) for name in probes)
+    first, value, gradient = (numbers(folder, name, batches[0]) for name in probes)
     lines: dict[tuple[str, ...], list[str]] = {}
     for rule in [*value["rules"], *(f"({name})" for name in value["references"])]:
         cells = row(rule, first, value, gradient)
         lines.setdefault(cells, []).append(rule)
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     for cells, rules in sorted(lines.items(), key=by_share):
+        print(f"| {', '.join(rules)} | {' | '.join(cells)} |")
+
+
+def over_batches(folder: Path, batches: list[int]) -> None:
+    """Share on the first error, difference to the control and bias, batch by batch."""
+    first = [numbers(folder, "localisation", batch)["rules"] for batch in batches]
+    gradient = [numbers(folder, "gradient", batch)["gradient"] for batch in batches]
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for rule in gradient[0]:
+        shares = (text(at.get(rule, {}).get("share")) for at in first)
+        differences = (judged(at[rule]) for at in gradient)
+        biases = (text(at[rule].get("cosine_of_mean"), 2) for at in gradient)
+        lines.setdefault((*shares, *differences, *biases), []).append(rule)
+    kinds = ("share", "minus control", "of the mean")
+    head = ["rule", *(f"{kind}, batch {batch}" for kind in kinds for batch in batches)]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for cells, rules in lines.items():
         print(f"| {', '.join(rules)} | {' | '.join(cells)} |")
 
 
@@ -52,7 +75,7 @@ def row(
 ) -> tuple[str, ...]:
     """The cells of one rule; a signal in brackets has no update of its own."""
     kind, name = ("references", rule[1:-1]) if rule.startswith("(") else ("rules", rule)
-    plain, step = (gradient[metric].get(rule, {}) for metric in ("gradient", "adamw"))
+    plain, step = (gradient.get(metric, {}).get(rule, {}) for metric in ("gradient", "adamw"))
     return (
         text(first[kind].get(name, {}).get("share")),
         text(first[kind].get(name, {}).get("auroc"), 2),
