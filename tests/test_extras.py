@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,8 @@ def commands(extra: str, *lists: list[object]) -> list[Result]:
     """``counterpoise ARGS`` for each list of arguments, where only ``extra`` is installed."""
     args = json.dumps([[str(word) for word in words] for words in lists])
     python = [sys.executable, str(SCRIPT), extra, RUN, args]
-    process = subprocess.run(python, capture_output=True, text=True, timeout=600)
+    with tempfile.TemporaryDirectory() as empty:  # no run of an earlier command lies there
+        process = subprocess.run(python, capture_output=True, text=True, timeout=600, cwd=empty)
     assert process.returncode == 0, process.stderr
     return [Result(*json.loads(line)) for line in process.stdout.splitlines()]
 

@@ -119,7 +119,8 @@ class RunFolder:
             return {}
         self.note_version(f"{folder}/{file.name}", parquet.table_version(schema))
         names = parquet.current_names(schema)
-        return {now: schema.field(name).type for name, now in names.items()}
+        first = dict(zip(reversed(schema.names), reversed(schema.types)))  # a name may come twice
+        return {now: first[name] for name, now in names.items()}
 
     def columns(self, folder: str, batch: int) -> list[str]:
         """Names of a batch's columns."""
