@@ -73,7 +73,8 @@ def test_a_run_that_is_not_there_is_told_with_the_nearest(home):
 def test_opens_on_change_where_credit_is_uniform_with_a_token_chosen(page, home):
     opened(page, f"{home}runs/grpo/")
     settled(page, "location.hash.includes('colour=delta') && location.hash.includes('position=')")
-    assert page.locator("#inspector .numbers").count() and page.locator(".t.focus").count() == 1
+    settled(page, "document.querySelector('#inspector .numbers') !== null")
+    assert page.locator(".t.focus").count() == 1
     opened(page, f"{home}runs/delta/")
     settled(page, "location.hash.includes('colour=credit')")
 
