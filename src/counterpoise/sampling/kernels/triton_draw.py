@@ -202,7 +202,7 @@ def _blocks(
         )
         * inverse
     )
-    top, place = tl.max(z, 1, return_indices=True)
+    top, place = tl.max(z, 1, return_indices=True)  # pyright: ignore[reportGeneralTypeIssues]
     finite = tl.where(top == float("-inf"), 0.0, top)
     spot = row * num_blocks + s
     tl.store(top_ptr + spot, top, mask=s < num_blocks)
