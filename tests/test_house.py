@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "counterpoise"
-ONLY_EXTRA = Path(__file__).parent / "helpers" / "only_extra.py"
+TESTS = Path(__file__).parent
+ONLY_EXTRA = TESTS / "helpers" / "only_extra.py"
 FILES = sorted(SRC.rglob("*.py"))
 AXES = ["advantages", "credit", "losses", "reductions", "plans", "controllers"]
 # a file or folder imports from those before it, never from those after it
@@ -18,8 +19,6 @@ ORDER = [
     *["tasks", "run", "policy", "sampling", "ledger", "trainer", "probes"],
     *["report", "viewer", "hosts", "cli", "__main__"],
 ]
-# over 400 lines today; none may join them
-
 CORE = ["errors", "stage", "checks", "types", "maths", *AXES, "catalogue"]
 
 
@@ -102,6 +101,26 @@ def test_at_most_2_5_percent_of_arguments_are_any():
 def every_argument(args: ast.arguments) -> list[ast.arg]:
     rest = [one for one in (args.vararg, args.kwarg) if one]
     return [*args.posonlyargs, *args.args, *args.kwonlyargs, *rest]
+
+
+def test_every_test_asserts():
+    """By an assert, a helper whose name says so, or warnings that are errors."""
+    silent = [
+        f"{file.name}::{node.name}"
+        for file in sorted(TESTS.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if not any(map(is_assertion, ast.walk(node)))
+    ]
+    assert silent == []
+
+
+def is_assertion(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return isinstance(node, ast.Assert)
+    words = ast.unparse(node.func).rpartition(".")[2]
+    is_strict = words in ("simplefilter", "filterwarnings") and "error" in ast.unparse(node)
+    return is_strict or words.startswith(("assert_", "check", "raises", "warns", "fail"))
 
 
 def test_no_property_has_a_time_limit():

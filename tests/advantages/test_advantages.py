@@ -32,7 +32,7 @@ SETTINGS = [
 ]
 
 
-def close(got, expected):
+def assert_close(got, expected):
     torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), rtol=1e-11, atol=1e-11)
 
 
@@ -45,7 +45,7 @@ def test_every_estimator_is_tested():
 @given(batch=ragged_batches(min_group_size=2, max_group_size=5, rewards=(0.0, 0.25, 0.7, 1.0)))
 def test_twin(name, params, batch):
     expected = getattr(reference, name)(batch.reward_N.tolist(), batch.group_N.tolist(), **params)
-    close(ADVANTAGES[name](batch.reward_N, batch.group_N, **params), expected)
+    assert_close(ADVANTAGES[name](batch.reward_N, batch.group_N, **params), expected)
 
 
 @many
@@ -56,7 +56,9 @@ def test_twin(name, params, batch):
 )
 def test_fade_twin(batch, alpha, delta):
     expected = reference.fade(batch.reward_N.tolist(), batch.group_N.tolist(), alpha, delta)
-    close(ADVANTAGES["fade"](batch.reward_N, batch.group_N, alpha=alpha, delta=delta), expected)
+    assert_close(
+        ADVANTAGES["fade"](batch.reward_N, batch.group_N, alpha=alpha, delta=delta), expected
+    )
 
 
 # Two prompts, rows interleaved. Prompt 4: rewards 1, 0, 0, 1 -> m = 1/2, s = sqrt(4 * 1/4 / 3) =
@@ -97,7 +99,7 @@ GROUP_N = torch.tensor([4, 9, 4, 9, 4, 4])
     ],
 )
 def test_by_hand(name, params, expected):
-    close(ADVANTAGES[name](REWARD_N, GROUP_N, **params), expected)
+    assert_close(ADVANTAGES[name](REWARD_N, GROUP_N, **params), expected)
 
 
 @pytest.mark.parametrize("name", [*COMPARE, "batch_whitened"])
@@ -130,7 +132,7 @@ def test_one_rollout_a_prompt_is_an_error_that_names_what_works(name):
 def test_one_rollout_a_prompt_works(name):
     reward_N, group_N = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([0, 1, 2])
     got_N = ADVANTAGES[name](reward_N, group_N)
-    close(got_N, getattr(reference, name)(reward_N.tolist(), group_N.tolist()))
+    assert_close(got_N, getattr(reference, name)(reward_N.tolist(), group_N.tolist()))
     assert got_N.abs().sum() > 0
 
 

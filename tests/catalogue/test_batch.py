@@ -61,9 +61,10 @@ def test_a_positive_log_prob_is_an_error(name):
 
 
 def test_padding_may_hold_anything():
-    batch = make_batch()
-    value_NT = torch.where(batch.mask_NT, batch.sampler_logp_NT, 3.0)
-    batch.replace(sampler_logp_NT=value_NT)
+    batch, method = make_batch(), cp.method("grpo")
+    padded = batch.replace(sampler_logp_NT=torch.where(batch.mask_NT, batch.sampler_logp_NT, 3.0))
+    assert not torch.equal(padded.sampler_logp_NT, batch.sampler_logp_NT)
+    assert torch.equal(method.assign(padded).credit_NT, method.assign(batch).credit_NT)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from counterpoise import credit as rules
 from counterpoise.credit.align import edit_credit, edit_distance, nearest_correct
 from helpers import reference_credit as reference
-from helpers.credit_cases import batch_of, close, laws
+from helpers.credit_cases import assert_rows, batch_of, laws
 from helpers.strategies import ragged_batches
 
 
@@ -72,7 +72,7 @@ def test_edits_equal_their_twin(batch, serving):
             served.setdefault(j, []).append([c / len(copies) for c in other])
     for j, parts in served.items():
         out[j] = [sum(column) / (len(parts) if serving == "mean" else 1) for column in zip(*parts)]
-    close(
+    assert_rows(
         rules.edits(torch.ones(batch.mask_NT.shape, dtype=torch.float64), batch, serving=serving),
         out,
     )
@@ -88,9 +88,9 @@ def test_edits_by_hand():
     )
     incoming_NT, g = torch.ones(5, 6, dtype=torch.float64), 0.7
     found_NT = rules.edits(incoming_NT, batch)
-    close(found_NT, [[0, -g, 0, -g, 0, 0], [0, g, 0, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
+    assert_rows(found_NT, [[0, -g, 0, -g, 0, 0], [0, g, 0, 0, 0, g], [0] * 3, [0] * 2, [0] * 2])
     first_NT = rules.edits(incoming_NT, batch, first_edits=1)
-    close(first_NT, [[0, -g, 0, 0, 0, 0], [0, g, 0, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
+    assert_rows(first_NT, [[0, -g, 0, 0, 0, 0], [0, g, 0, 0, 0, 0], [0] * 3, [0] * 2, [0] * 2])
     report = rules.edits.report(incoming_NT, found_NT, batch)
     assert {key: float(value) for key, value in report.items()} == pytest.approx(
         {
@@ -108,13 +108,13 @@ def test_edits_of_a_reference_that_serves_two():
     # both failures differ from the only correct answer in their last token: its last token gets 1 +
     # 1, or their mean
     batch = batch_of([[1, 2], [1, 3], [1, 4]], reward=[1.0, 0.0, 0.0])
-    close(rules.edits(torch.zeros(3, 2).double(), batch), [[0, 2], [0, -1], [0, -1]])
-    close(
+    assert_rows(rules.edits(torch.zeros(3, 2).double(), batch), [[0, 2], [0, -1], [0, -1]])
+    assert_rows(
         rules.edits(torch.zeros(3, 2).double(), batch, serving="mean"), [[0, 1], [0, -1], [0, -1]]
     )
     # identical correct answers share it
     twice = batch_of([[1, 2], [1, 3], [1, 2]], reward=[1.0, 0.0, 1.0])
-    close(rules.edits(torch.zeros(3, 2).double(), twice), [[0, 0.5], [0, -1], [0, 0.5]])
+    assert_rows(rules.edits(torch.zeros(3, 2).double(), twice), [[0, 0.5], [0, -1], [0, 0.5]])
 
 
 def test_nearest_correct_breaks_ties_by_reward_then_ids():

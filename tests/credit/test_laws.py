@@ -17,10 +17,10 @@ from counterpoise import credit as rules
 from counterpoise.maths.reduce import LOCAL, Reduce
 from counterpoise.stage import build, call
 from helpers.credit_cases import (
+    assert_equal,
+    assert_rows,
     batch_of,
-    close,
     credited_batches,
-    equal,
     laws,
     name_of,
     run,
@@ -55,7 +55,7 @@ NEUTRAL = [
 def test_neutral_parameters_change_no_bit(data):
     batch, credit_NT = data
     for rule in NEUTRAL:
-        equal(rule(credit_NT, batch), credit_NT, name_of(rule), tolerance=0)
+        assert_equal(rule(credit_NT, batch), credit_NT, name_of(rule), tolerance=0)
 
 
 def test_a_constant_group_learns_nothing_from_edits_and_ktae():
@@ -117,8 +117,8 @@ def test_padding_changes_nothing_and_stays_zero(data):
     )
     for rule in EVERY_RULE:
         found_NT, wide_NT = run(rule, credit_NT, batch), run(rule, wide_credit_NT, wide_batch)
-        equal(wide_NT[:, :-2], found_NT, name_of(rule))
-        equal(
+        assert_equal(wide_NT[:, :-2], found_NT, name_of(rule))
+        assert_equal(
             wide_NT[~wide_batch.mask_NT],
             torch.zeros_like(wide_NT[~wide_batch.mask_NT]),
             name_of(rule),
@@ -134,7 +134,7 @@ def test_permuting_rollouts_permutes_the_credit(data, shuffle):
     shuffle.shuffle(order)
     row_R = torch.tensor(order)
     for rule in EVERY_RULE:
-        equal(
+        assert_equal(
             run(rule, credit_NT[row_R], batch.select(row_R)),
             run(rule, credit_NT, batch)[row_R],
             name_of(rule),
@@ -198,8 +198,8 @@ def test_two_ranks_give_the_credit_of_one(data):
     for rule in EVERY_RULE:
         whole_NT = run(rule, credit_NT, batch)
         first_NT, second_NT = on_two_ranks(rule, credit_NT, batch, cut_N)
-        equal(first_NT, whole_NT[~cut_N], name_of(rule))
-        equal(second_NT, whole_NT[cut_N], name_of(rule))
+        assert_equal(first_NT, whole_NT[~cut_N], name_of(rule))
+        assert_equal(second_NT, whole_NT[cut_N], name_of(rule))
 
 
 KEEPS_SIGN = (
@@ -253,11 +253,11 @@ def test_keep_mass_of_nothing_is_nothing():
 def test_only_one_side_by_hand():
     batch = batch_of([[1, 2], [3, 4]], entropy=[[0.0, 2.0], [0.0, 2.0]])
     credit_NT = spread([1.0, -1.0], batch)
-    close(
+    assert_rows(
         rules.only_positive(rule=rules.top_entropy(fraction=0.5))(credit_NT, batch),
         [[0, 1], [-1, -1]],
     )
-    close(
+    assert_rows(
         rules.only_negative(rule=rules.top_entropy(fraction=0.5))(credit_NT, batch),
         [[1, 1], [0, -1]],
     )

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import counterpoise as cp
 from counterpoise import credit as rules
-from helpers.credit_cases import as_lists, batch_of, close, credited_batches, equal, laws, spread
+from helpers.credit_cases import (
+    as_lists,
+    assert_equal,
+    assert_rows,
+    batch_of,
+    credited_batches,
+    laws,
+    spread,
+)
 from helpers.full_batch import make_batch
 
 
@@ -25,7 +33,7 @@ def test_soften_negatives_by_loops(data, kappa):
     batch, credit_NT = data
     credit, logp = as_lists(credit_NT, batch), as_lists(batch.sampler_logp_NT, batch)
     expected = [[soft(c, lp, kappa) for c, lp in zip(*rows)] for rows in zip(credit, logp)]
-    close(rules.soften_negatives(credit_NT, batch, kappa=kappa), expected)
+    assert_rows(rules.soften_negatives(credit_NT, batch, kappa=kappa), expected)
 
 
 @laws
@@ -37,7 +45,7 @@ def test_soften_negatives_by_loops(data, kappa):
 def test_every_rollout_keeps_its_share_of_negative_mass_wherever_it_lies(data, mass, location):
     batch, credit_NT = data
     new_NT = rules.negatives(credit_NT, batch, mass=mass, location=location)
-    equal(new_NT.clamp(max=0).sum(1), mass * credit_NT.clamp(max=0).sum(1))
+    assert_equal(new_NT.clamp(max=0).sum(1), mass * credit_NT.clamp(max=0).sum(1))
     assert torch.equal(new_NT[credit_NT >= 0], credit_NT[credit_NT >= 0])
 
 
@@ -48,12 +56,14 @@ def test_location_one_is_soften_negatives_up_to_the_mass_of_each_rollout():
         rules.negatives(credit_NT, batch, location=1.0),
         rules.soften_negatives(credit_NT, batch),
     )
-    equal(here_NT / here_NT.sum(1, keepdim=True), soft_NT / soft_NT.sum(1, keepdim=True))
+    assert_equal(here_NT / here_NT.sum(1, keepdim=True), soft_NT / soft_NT.sum(1, keepdim=True))
 
 
 def test_a_rollout_of_certain_tokens_stays_as_it_is():
     batch = batch_of([[1, 2]], sampler_logp=[[0.0, 0.0]])
-    close(rules.negatives(spread([-1.0], batch), batch, mass=0.5, location=1.0), [[-0.5, -0.5]])
+    assert_rows(
+        rules.negatives(spread([-1.0], batch), batch, mass=0.5, location=1.0), [[-0.5, -0.5]]
+    )
 
 
 def test_a_log_prob_of_rounding_above_zero_is_certainty():
@@ -71,9 +81,9 @@ def test_even_mass_has_the_mass_of_its_rule_and_none_of_its_choice(rule):
     even_NT, ruled_NT = rules.even_mass(rule=rule)(credit_NT, batch), rule(credit_NT, batch)
     for side in (1, -1):
         is_side_NT = side * credit_NT > 0
-        equal((side * even_NT).clamp(min=0).sum(), (side * ruled_NT).clamp(min=0).sum())
+        assert_equal((side * even_NT).clamp(min=0).sum(), (side * ruled_NT).clamp(min=0).sum())
         factor_M = (even_NT / credit_NT)[is_side_NT]
-        equal(factor_M, factor_M[:1].expand_as(factor_M))
+        assert_equal(factor_M, factor_M[:1].expand_as(factor_M))
 
 
 def test_the_report_says_how_much_is_left_and_where():

@@ -22,7 +22,15 @@ from counterpoise.maths.trie import pair_index, prefix_nodes
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 from helpers import reference_credit as reference
-from helpers.credit_cases import as_lists, batch_of, close, credited_batches, laws, name_of, spread
+from helpers.credit_cases import (
+    as_lists,
+    assert_rows,
+    batch_of,
+    credited_batches,
+    laws,
+    name_of,
+    spread,
+)
 from helpers.strategies import ragged_batches
 
 TWINS = [
@@ -68,7 +76,7 @@ def test_every_rule_equals_its_twin(data):
     batch, credit_NT = data
     for rule, twin in TWINS:
         expected = twin(as_lists(credit_NT, batch), reference.Rollouts(batch), **rule.params)
-        close(rule(credit_NT, batch), expected, name_of(rule))
+        assert_rows(rule(credit_NT, batch), expected, name_of(rule))
 
 
 @laws
@@ -76,7 +84,7 @@ def test_every_rule_equals_its_twin(data):
 def test_token_covariance_equals_its_twin(data):
     batch, credit_NT = data
     found_NT = token_covariance(batch.sampler_logp_NT, credit_NT, batch.mask_NT)
-    close(
+    assert_rows(
         found_NT, reference.token_covariance(as_lists(credit_NT, batch), reference.Rollouts(batch))
     )
 
@@ -91,7 +99,7 @@ def test_covariance_drops_the_whole_band_when_the_share_allows(data):
         [0.0 if low < v < high else c for v, c in zip(*rows)]
         for rows in zip(cov, as_lists(credit_NT, batch))
     ]
-    close(rules.covariance(credit_NT, batch, fraction=1.0, low=low, high=high), expected)
+    assert_rows(rules.covariance(credit_NT, batch, fraction=1.0, low=low, high=high), expected)
 
 
 @laws
@@ -101,7 +109,7 @@ def test_prefix_nodes_equal_their_twin(batch):
         prefix_nodes(batch.token_ids_NT, batch.mask_NT, batch.group_N),
         reference.Rollouts(batch),
     )
-    close(
+    assert_rows(
         nodes.size_NT.double(),
         [
             [reference.prefix_size(rollouts, i, t) for t in range(n)]
@@ -137,7 +145,7 @@ def test_negative_token_filter_by_hand():
         [list(range(11)), [1, 2, 3]], reward=[0.0, 1.0], sampler_logp=[logp, [-9.0] * 3]
     )
     found_NT = rules.negative_token_filter(spread([-2.0, 1.0], batch), batch, fraction=0.1)
-    close(found_NT, [[0, -2, 0, 0, -2] + [0] * 6, [1, 1, 1]])
+    assert_rows(found_NT, [[0, -2, 0, 0, -2] + [0] * 6, [1, 1, 1]])
     report = rules.negative_token_filter.report(spread([-2.0, 1.0], batch), found_NT, batch)
     assert float(report["negative_kept_frac"]) == pytest.approx(2 / 11)
     assert float(report["negative_kept_logp"]) == -5.0
@@ -157,7 +165,7 @@ def test_top_entropy_by_hand():
     # 6 tokens, fraction 0.4: the 0.6 quantile stands at rank 3 of 0..5: 0.5, and ties at the
     # threshold stay
     batch = batch_of([[1, 2, 3, 4], [5, 6]], entropy=[[0.1, 0.5, 0.2, 0.5], [0.3, 0.9]])
-    close(
+    assert_rows(
         rules.top_entropy(spread([1.0, -1.0], batch), batch, fraction=0.4), [[0, 1, 0, 1], [0, -1]]
     )
     report = call(rules.top_entropy.report, None, None, batch, fraction=0.4, reduce=LOCAL)
@@ -171,12 +179,12 @@ def test_conflict_by_hand():
     batch = batch_of([[1, 2, 5, 9, 9], [1, 4, 9, 9], [1, 2, 3, 9], [1, 2]], group=[0, 0, 0, 1])
     credit_NT = spread([1.0, -1.0, -1.0, -1.0], batch)
     start_NT = rules.conflict(credit_NT, batch, runs="start")
-    close(start_NT, [[2, 2, 1, 1, 1], [0, -1, -1, -1], [0, 0, -1, -1], [-1, -1]])
+    assert_rows(start_NT, [[2, 2, 1, 1, 1], [0, -1, -1, -1], [0, 0, -1, -1], [-1, -1]])
     end_NT = rules.conflict(credit_NT, batch, runs="end")
-    close(end_NT, [[1, 1, 1, 2, 2], [-1, -1, 0, 0], [-1, -1, -1, 0], [-1, -1]])
+    assert_rows(end_NT, [[1, 1, 1, 2, 2], [-1, -1, 0, 0], [-1, -1, -1, 0], [-1, -1]])
     # the 9 at position 3 is in A (+), B (-) and C (-), but their runs from the start are broken
     # before it
-    close(
+    assert_rows(
         rules.conflict(credit_NT, batch), [[2, 2, 1, 2, 2], [0, -1, 0, 0], [0, 0, -1, 0], [-1, -1]]
     )
     assert not torch.signbit(rules.conflict(credit_NT, batch)[1, 0])  # 0.0, not -0.0
@@ -195,7 +203,7 @@ def test_conflict_tokens_need_both_signs_in_one_group():
 def test_shared_prefix_by_hand():
     batch = batch_of([[1, 2, 3], [1, 2], [1, 5], [1, 2, 3]], group=[0, 0, 0, 7])
     found_NT = rules.shared_prefix(spread([6.0, 6.0, 6.0, 6.0], batch), batch)
-    close(found_NT, [[2, 3, 6], [2, 3], [2, 6], [6, 6, 6]])
+    assert_rows(found_NT, [[2, 3, 6], [2, 3], [2, 6], [6, 6, 6]])
     report = rules.shared_prefix.report(found_NT, found_NT, batch)
     assert float(report["shared_frac"]) == 0.5  # 5 of 10 tokens
     assert float(report["sharing_rollouts"]) == pytest.approx(
@@ -212,10 +220,10 @@ def test_spurious_by_hand():
         entropy=[[0.2, 1.0, 2.0, 0.0], [0.0, 0.0]],
     )
     credit_NT = spread([1.0, -1.0], batch)
-    close(
+    assert_rows(
         rules.spurious(credit_NT, batch, entropy_quantile=0.5), [[0, 1.2, 1.2, 1.2], [-1.2, -1.2]]
     )  # 6 tokens / 5 kept
-    close(
+    assert_rows(
         rules.spurious(credit_NT, batch, entropy_quantile=0.5, renormalise="none"),
         [[0, 1, 1, 1], [-1, -1]],
     )
@@ -239,9 +247,9 @@ def test_ktae_by_hand():
     )
     found_NT = rules.ktae(spread([0.0] * 6, batch), batch, frequency_weight=0.0)
     key = math.tanh((math.exp(-0.2) + 1) / 2 * math.pi / 2 / 2)
-    close(found_NT, [[0, key]] * 3 + [[0, -key]] * 3)
+    assert_rows(found_NT, [[0, key]] * 3 + [[0, -key]] * 3)
     # with frequencies the one-sided token saturates: 0.5 * 3 / (0.5 + 2) / 1e-5 = 6e4
-    close(rules.ktae(spread([0.0] * 6, batch), batch), [[0, 1]] * 3 + [[0, -1]] * 3)
+    assert_rows(rules.ktae(spread([0.0] * 6, batch), batch), [[0, 1]] * 3 + [[0, -1]] * 3)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 5), (4, 4), (7, 2)])
@@ -269,7 +277,7 @@ def test_focal_by_hand():
         group=[0, 0, 0, 0, 1, 1],
         reward=[1.0, 1.0, 1.0, 0.0, 0.0, 1.0],
     )
-    close(rules.focal(spread([16.0] * 6, batch), batch, gamma=2.0), [[1]] * 4 + [[4]] * 2)
+    assert_rows(rules.focal(spread([16.0] * 6, batch), batch, gamma=2.0), [[1]] * 4 + [[4]] * 2)
 
 
 def test_kl_penalty_by_hand():

@@ -46,14 +46,14 @@ def pad_prompts(rows, width):
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
-def equal(actual, expected, name="", tolerance=1e-12):
+def assert_equal(actual, expected, name="", tolerance=1e-12):
     torch.testing.assert_close(
         actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
     )
 
 
-def close(actual_NT, rows, name=""):
-    equal(actual_NT, pad_prompts(rows, actual_NT.shape[1]), name)
+def assert_rows(actual_NT, rows, name=""):
+    assert_equal(actual_NT, pad_prompts(rows, actual_NT.shape[1]), name)
 
 
 def name_of(rule):

@@ -231,8 +231,12 @@ def test_the_mixin_before_a_subclass_of_your_own(tmp_path):
         def _compute_loss(self, model, inputs):
             return super()._compute_loss(model, inputs)
 
-    mine = type("Mine", (CreditMixin, Base), {})
-    trl_tiny.ours(tmp_path, cls=mine, args={"method": "delta", "max_steps": 1}).train()
+    trained = []
+    for cls in (type("Mine", (CreditMixin, Base), {}), trl_tiny.CreditGRPOTrainer):
+        trainer = trl_tiny.ours(tmp_path, cls=cls, args={"method": "delta", "max_steps": 1})
+        trainer.train()
+        trained.append(trl_tiny.weights(trainer))
+    trl_tiny.assert_identical(*trained)
 
 
 def test_rewards_alone_keep_the_sequence_level():

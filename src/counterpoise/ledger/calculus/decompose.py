@@ -191,10 +191,7 @@ def forward_mode(logprobs: LogProbs, params: Params) -> tuple[bool | None, str]:
             return is_batched, ""
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ) as error:  # torch has no narrower type for an operation without forward mode
+        except RuntimeError as error:  # torch has no narrower type for a missing forward mode
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
     return None, why
 
