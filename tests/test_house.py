@@ -17,7 +17,7 @@ AXES = ["advantages", "credit", "losses", "reductions", "plans", "controllers"]
 ORDER = [
     *["errors", "text", "stage", "checks", "types", "maths", *AXES, "catalogue"],
     *["tasks", "run", "policy", "sampling", "ledger", "trainer", "probes"],
-    *["report", "viewer", "hosts", "cli", "__main__"],
+    *["report", "viewer", "arena", "hosts", "cli", "__main__"],
 ]
 CORE = ["errors", "stage", "checks", "types", "maths", *AXES, "catalogue"]
 

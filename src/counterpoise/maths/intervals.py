@@ -5,6 +5,7 @@ Axes: B bootstrap draws, P prompts (or other clusters), S seeds, K quantities.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+POWER = 0.8
 
 
 class Interval(NamedTuple):
@@ -51,22 +53,80 @@ def welch(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1) -> I
         comparisons: of a table with so many differences the intervals hold all together, with a
             chance of 95% (Bonferroni: each at 1 - 0.05 / comparisons).
 
-    Bounds are NaN unless both sides have two seeds or more.
+    Bounds are NaN unless both sides have two seeds or more, the mean if one has none.
 
     >>> [round(x, 3) for x in welch([0.50, 0.52, 0.54], [0.60, 0.62, 0.64])]
     [0.1, 0.055, 0.145]
     """
-    a, b = np.asarray(value_a_S, float), np.asarray(value_b_S, float)
-    mean = float(b.mean() - a.mean())
-    if len(a) < 2 or len(b) < 2:
-        return Interval(mean, math.nan, math.nan)
-    part_a, part_b = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
-    if part_a + part_b == 0:
-        return Interval(mean, mean, mean)
-    freedom = (part_a + part_b) ** 2 / (part_a**2 / (len(a) - 1) + part_b**2 / (len(b) - 1))
+    test = _welch(value_a_S, value_b_S)
     confidence = 1 - (1 - CONFIDENCE) / comparisons
-    half = _t_quantile(float(freedom), confidence) * math.sqrt(part_a + part_b)
-    return Interval(mean, mean - half, mean + half)
+    half = _t_quantile(test.freedom, confidence) * test.error if test.error else 0.0
+    return Interval(test.mean, test.mean - half, test.mean + half)
+
+
+def welch_p(value_a_S: ArrayLike, value_b_S: ArrayLike) -> float:
+    """Two-sided p-value of Welch's t test that both sides have one mean; NaN unless both have two
+    seeds or more.
+
+    >>> round(welch_p([0.50, 0.52, 0.54], [0.60, 0.62, 0.64]), 4)
+    0.0036
+    """
+    test = _welch(value_a_S, value_b_S)
+    return 2 * _t_above(abs(test.mean), test)
+
+
+def equivalence_p(value_a_S: ArrayLike, value_b_S: ArrayLike, margin: float) -> float:
+    """p-value of two one-sided Welch tests that the means are a margin or more apart: below 5% the
+    90% interval lies inside the margin, and the sides are equal within it.
+
+    >>> round(equivalence_p([0.50, 0.52, 0.54], [0.51, 0.52, 0.53], margin=0.05), 3)
+    0.016
+    """
+    test = _welch(value_a_S, value_b_S)
+    return _t_above(margin - abs(test.mean), test)
+
+
+def holm(p_K: Sequence[float]) -> list[float]:
+    """p-values of a family, adjusted by Holm: those below 5% hold all together, with a chance of
+    95%.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    out, least = [0.0] * len(p_K), 0.0
+    for rank, at in enumerate(sorted(range(len(p_K)), key=lambda k: p_K[k])):
+        least = max(least, min(1.0, (len(p_K) - rank) * p_K[at]))
+        out[at] = least
+    return out
+
+
+def detectable(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1) -> float:
+    """The true difference of means that Welch's test at 5% finds in 80% of such comparisons;
+    ``comparisons`` as in ``welch``. NaN unless both sides have two seeds or more.
+
+    >>> round(detectable([0.50, 0.52, 0.54], [0.60, 0.62, 0.64]), 4)
+    0.0614
+    """
+    test = _welch(value_a_S, value_b_S)
+    return _shift(test.freedom, comparisons) * test.error if test.error else 0.0
+
+
+def seeds_for(effect: float, variance_a: float, variance_b: float, comparisons: int = 1) -> int:
+    """Seeds per side with which a difference of ``effect`` would be detectable.
+
+    >>> seeds_for(0.01, 0.015**2, 0.015**2), seeds_for(0.02, 0.015**2, 0.015**2)
+    (37, 10)
+    """
+    total, squares = variance_a + variance_b, variance_a**2 + variance_b**2
+    per_seed = total**2 / squares if squares else 1.0
+
+    def is_enough(num: int) -> bool:
+        return _shift((num - 1) * per_seed, comparisons) * math.sqrt(total / num) <= effect
+
+    high = 2
+    while not is_enough(high):
+        high *= 2
+    return bisect.bisect_left(range(high), True, lo=2, key=is_enough)
 
 
 def around(mean: float, error: float, freedom: float, comparisons: int = 1) -> Interval:
@@ -246,6 +306,45 @@ def _correlation(moment_B6: np.ndarray) -> np.ndarray:
     return np.where(
         spread > 0, (count * xy - x * y) / np.sqrt(np.where(spread > 0, spread, 1)), math.nan
     )
+
+
+class _Welch(NamedTuple):
+    """b - a, its standard error, and the degrees of freedom; an error of NaN is not known."""
+
+    mean: float
+    error: float
+    freedom: float
+
+
+def _welch(value_a_S: ArrayLike, value_b_S: ArrayLike) -> _Welch:
+    a, b = np.asarray(value_a_S, float), np.asarray(value_b_S, float)
+    mean = float(b.mean() - a.mean()) if len(a) and len(b) else math.nan
+    if len(a) < 2 or len(b) < 2:
+        return _Welch(mean, math.nan, math.nan)
+    part_a, part_b = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+    if part_a + part_b == 0:
+        return _Welch(mean, 0.0, math.inf)
+    freedom = (part_a + part_b) ** 2 / (part_a**2 / (len(a) - 1) + part_b**2 / (len(b) - 1))
+    return _Welch(mean, math.sqrt(part_a + part_b), float(freedom))
+
+
+def _t_above(value: float, test: _Welch) -> float:
+    """The chance that Student's t is above value / error; without an error 0, 1/2 or 1."""
+    from scipy.special import stdtr
+
+    if test.error == 0:
+        return 0.5 - 0.5 * float(np.sign(value))
+    return float(stdtr(test.freedom, -value / test.error))
+
+
+def _shift(freedom: float, comparisons: int) -> float:
+    """How many standard errors off 0 the truth is where the test finds it with a chance of
+    ``POWER`` (noncentral t; the other tail is left out).
+    """
+    from scipy.special import nctdtrinc
+
+    limit = _t_quantile(freedom, 1 - (1 - CONFIDENCE) / comparisons)
+    return float(nctdtrinc(freedom, 1 - POWER, limit))
 
 
 def _t_quantile(freedom: float, confidence: float) -> float:

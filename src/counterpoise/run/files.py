@@ -70,13 +70,21 @@ def write_table(path: Path, columns: Columns) -> None:
 
 def append_json(path: Path, row: Mapping[str, Any]) -> None:
     """One object per line with the schema version, flushed to disk; a number that is not finite
-    becomes null. A link is not followed.
+    becomes null. A last line that a kill cut off is ended first. A link is not followed.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_FOLLOW, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW, 0o666)
     with os.fdopen(handle, "a", encoding="utf-8") as file:
-        file.write(json_line(row))
+        file.write("\n" * _is_cut_off(handle) + json_line(row))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _is_cut_off(handle: int) -> bool:
+    """Whether a file's last line lacks its end."""
+    if not os.lseek(handle, 0, os.SEEK_END):
+        return False
+    os.lseek(handle, -1, os.SEEK_END)
+    return os.read(handle, 1) != b"\n"
 
 
 def json_line(row: Mapping[str, Any]) -> str:
