@@ -1,6 +1,10 @@
 """Make the bundled model: a small Llama that half-knows the built-in task, and its tokenizer.
 
-    python scripts/make_bundled_model.py --out src/counterpoise/bundled
+    python scripts/make_bundled_model.py --out src/counterpoise/policy/bundled
+
+and the starts that answer in another style (docs/results/regimes.md), from it:
+
+    python scripts/make_bundled_model.py --init bundled --style fixed --lr 1e-3 --half --out DIR
 
 Supervised training on worked answers to train-split problems, drawn fresh for every batch, until
 the model solves the target share of fresh train-split problems when sampled at temperature 1. The
@@ -23,8 +27,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from counterpoise.policy import load_model
 from counterpoise.sampling import sample
-from counterpoise.tasks import arithmetic
+from counterpoise.tasks import arithmetic, phrases
 from counterpoise.types import Prompt
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -66,18 +71,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _words() -> list[str]:
-    task = arithmetic
-    phrases = (
-        *task.OPENINGS,
-        *task.STARTS,
-        *task.CONNECTIVES,
-        *task.PLUS,
-        *task.MINUS,
-        *task.RESULTS,
-        task.CLOSING,
+    said = (
+        *phrases.OPENINGS,
+        *phrases.STARTS,
+        *phrases.CONNECTIVES,
+        *phrases.PLUS,
+        *phrases.MINUS,
+        *phrases.RESULTS,
+        phrases.CLOSING,
         "What is",
     )
-    words = sorted({word.strip(".") for phrase in phrases for word in phrase.split()} - {"{}", ""})
+    words = sorted({word.strip(".") for phrase in said for word in phrase.split()} - {"{}", ""})
     signs = [" " + sign for sign in "0123456789+-"]
     return [*(" " + word for word in words), *(word for word in words if len(word) > 1), *signs]
 
@@ -115,17 +119,30 @@ def chat(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
     return text
 
 
-def demonstrations(seed: int, start: int) -> Iterator[tuple[str, str]]:
-    """(question, worked answer) of train-split problems, mostly of the default difficulty."""
-    streams = {
-        name: arithmetic.Arithmetic(name).prompts("train", seed, start)
-        for name in ("easy", "medium")
-    }
+def demonstrations(style: str, difficulty: str, seed: int, start: int) -> Iterator[tuple[str, str]]:
+    """(question, worked answer) of train-split problems, three of four of this difficulty."""
+    names = ("easy", difficulty)
+    tasks = {name: arithmetic.Arithmetic(name, style=style) for name in names}
+    streams = {name: task.prompts("train", seed, start) for name, task in tasks.items()}
     for position in itertools.count(start):
         rng = random.Random(f"demonstration/{seed}/{position}")
-        name = "medium" if rng.random() < 0.75 else "easy"
+        name = difficulty if rng.random() < 0.75 else "easy"
         prompt = next(streams[name])
-        yield prompt.text, arithmetic.demonstration(prompt, rng)
+        yield prompt.text, tasks[name].demonstration(prompt, rng)
+
+
+def batches(
+    pairs: Iterator[tuple[str, str]], size: int, num_sorted: int
+) -> Iterator[list[tuple[str, str]]]:
+    """Batches of the stream; with ``num_sorted`` above 1, so many at a time are sorted by length,
+    so that little is padding.
+    """
+    for number in itertools.count():
+        block = list(itertools.islice(pairs, num_sorted * size))
+        if num_sorted > 1:
+            block.sort(key=lambda pair: len(pair[1]))
+        cuts = [block[at : at + size] for at in range(0, len(block), size)]
+        yield from random.Random(number).sample(cuts, len(cuts))
 
 
 def supervised_batch(
@@ -156,14 +173,15 @@ def num_solved(
     rollouts = sample(
         model,
         prompt_ids,
-        max_new_tokens=128,
+        max_new_tokens=192,
         stop_ids=[stop],
         pad_id=pad,
         seed=0,
-        greedy=greedy,
+        temperature=0.0 if greedy else 1.0,
         max_rows=512,
     )
-    responses = [row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT, rollouts.mask_NT)]
+    kept = zip(rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu())
+    responses = [row[keep].tolist() for row, keep in kept]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return sum(
         int(arithmetic.Arithmetic().reward(prompt, text)) for prompt, text in zip(prompts, texts)
@@ -183,17 +201,19 @@ def train(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
     warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda batch_number: min(1.0, (batch_number + 1) / 100)
+        optimizer, lambda batch_number: min(1.0, (batch_number + 1) / args.warmup)
     )
-    pairs = demonstrations(args.seed, 0)
+    pairs = demonstrations(args.style, args.difficulty, args.seed, 0)
+    taken = batches(pairs, args.batch_size, 8 if args.style == "free" else 1)
     checks = list(
-        itertools.islice(arithmetic.Arithmetic().prompts("train", seed=args.seed + 1), 512)
+        itertools.islice(
+            arithmetic.Arithmetic(args.difficulty).prompts("train", seed=args.seed + 1), 512
+        )
     )
     began = time.time()
     for batch_number in range(1, args.max_steps + 1):
-        loss = model(
-            **supervised_batch(tokenizer, list(itertools.islice(pairs, args.batch_size)))
-        ).loss
+        columns = supervised_batch(tokenizer, next(taken))
+        loss = model(**{name: column.to(args.device) for name, column in columns.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -206,7 +226,7 @@ def train(
                 f"  {time.time() - began:.0f} s",
                 flush=True,
             )
-            if args.target <= solved_frac <= args.target + 0.06:
+            if args.target <= solved_frac <= args.target + args.margin:
                 return
 
 
@@ -217,11 +237,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the model and tokenizer files"
     )
+    parser.add_argument("--style", choices=arithmetic.STYLES, default="ordered")
+    parser.add_argument("--difficulty", choices=arithmetic.DIFFICULTIES, default="medium")
+    parser.add_argument(
+        "--init", help="train on from this model instead of random weights, for example bundled"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--half", action="store_true", help="store the weights as float16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument(
         "--target",
@@ -230,21 +258,30 @@ def main() -> None:
         help="stop when this share of fresh train-split problems is solved",
     )
 
+    parser.add_argument("--margin", type=float, default=0.06, help="and at most this much more")
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--first-check", type=int, default=450)
     parser.add_argument("--max-steps", type=int, default=2000)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.hidden, args.layers, args.heads)
+    model = (
+        load_model(args.init).model
+        if args.init
+        else make_model(tokenizer, args.hidden, args.layers, args.heads)
+    )
+    model.to(args.device)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens",
         flush=True,
     )
     train(model, tokenizer, args)
-    model.save_pretrained(args.out)
+    (model.half() if args.half else model).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    held_out = list(itertools.islice(arithmetic.Arithmetic().prompts("test", seed=0), 2048))
+    model.float()  # with --half, the weights as they are stored
+    held_out = list(
+        itertools.islice(arithmetic.Arithmetic(args.difficulty).prompts("test", seed=0), 2048)
+    )
     for name, greedy in (("temperature 1", False), ("greedy", True)):
         solved = num_solved(model, tokenizer, held_out, greedy=greedy)
         low, high = binomtest(solved, len(held_out)).proportion_ci(method="wilson")

@@ -13,7 +13,22 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import accumulate, count
+from operator import itemgetter
 
+from counterpoise.errors import nearest
+from counterpoise.tasks import any_order
+from counterpoise.tasks.phrases import (
+    ATOM,
+    CLOSING,
+    CLOSING_WORDS,
+    CONNECTIVES,
+    MINUS,
+    OPENINGS,
+    PLUS,
+    RESULTS,
+    STARTS,
+    is_number,
+)
 from counterpoise.text import shared_length
 from counterpoise.types import Prompt
 
@@ -25,21 +40,10 @@ MAX_TERMS = 1_000
 # name -> terms, largest number, largest running total
 DIFFICULTIES = {"easy": (4, 12, 30), "medium": (6, 12, 30), "hard": (8, 20, 99)}
 
-OPENINGS = (
-    "Let us work it out step by step.",
-    "We go through the terms one by one.",
-    "I will keep a running total.",
-)
-STARTS = ("Start with {}.", "Begin at {}.", "The first term is {}.")
-CONNECTIVES = ("Then", "Next", "Now", "After that")
-PLUS = ("plus", "and")
-MINUS = ("minus", "less")
-RESULTS = ("makes", "gives", "is")
-CLOSING = "So the answer is {}."
+# how worked answers look
+STYLES = ("ordered", "free", "fixed")
 
 _CLOSING = re.compile(r"So the answer is (-?\d+)\.\s*\Z")
-# what a worked answer says: numbers, operators and the words before its result
-_ATOM = re.compile(rf"-?\d+|\b(?:{'|'.join((*PLUS, *MINUS))})\b|{CLOSING.partition(' {')[0]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,10 @@ class Arithmetic:
             or ``hard`` (8 terms up to 20).
         terms, max_number, max_total: override what the difficulty sets; running totals stay between
             0 and ``max_total``.
+        style: how worked answers look, which ``demonstration`` and ``first_error`` know and the
+            grader does not ask: ``ordered`` takes one term per step in varied words, ``fixed`` in
+            the same words every time, ``free`` (see ``any_order``) the terms in any order, several
+            per step, once or twice. The problems are the same.
 
     A problem belongs to ``test`` if a hash of its text says so (one in ten), so no seed and no
     difficulty can mix the splits.
@@ -67,8 +75,13 @@ class Arithmetic:
     terms: int | None = None
     max_number: int | None = None
     max_total: int | None = None
+    style: str = "ordered"
 
     def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ValueError(
+                f"arithmetic: unknown style {self.style!r}. {nearest(str(self.style), STYLES)}"
+            )
         if not isinstance(self.difficulty, str) or self.difficulty not in DIFFICULTIES:
             raise ValueError(
                 f"arithmetic: unknown difficulty {self.difficulty!r}. Known:"
@@ -113,15 +126,24 @@ class Arithmetic:
         >>> text[Arithmetic().first_error(prompt, text) :]
         '4. So the answer is 14.'
         """
-        atoms, chain = list(_ATOM.finditer(text)), chain_of(prompt)
-        if not atoms:
-            return None
-        for atom, expected in zip(atoms, chain):
+        free = self.style == "free"
+        chain = any_order.free_chain(terms_of(prompt)) if free else _ordered_chain(prompt)
+        atoms, expected = list(ATOM.finditer(text)), next(chain)
+        for atom in atoms:
             if atom[0] not in expected:
                 return _departure(text, atom, expected)
-        if is_right(prompt, text):
-            return None
-        return len(text) if len(atoms) < len(chain) else _end_of_answer(text, atoms[len(chain) - 1])
+            try:
+                expected = chain.send(atom[0])
+            except StopIteration:
+                return None if is_right(prompt, text) else _end_of_answer(text, atom)
+        return len(text) if atoms else None
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
+        """A right worked answer in the task's style."""
+        if self.style == "free":
+            assert self.max_total is not None
+            return any_order.demonstration(terms_of(prompt), rng, self.max_total)
+        return demonstration(prompt, rng if self.style == "ordered" else None)
 
     def _prompt(self, split: str, seed: int, position: int) -> Prompt:
         rng = random.Random(
@@ -182,26 +204,41 @@ def is_right(prompt: Prompt, text: str) -> bool:
     return closing is not None and closing[1] == prompt.answer
 
 
+def terms_of(prompt: Prompt) -> list[int]:
+    """The signed terms of a problem.
+
+    >>> terms_of(Prompt("", "What is 7 - 3?", "4"))
+    [7, -3]
+    """
+    return [int(n.replace(" ", "")) for n in re.findall(r"[+-]? ?\d+", prompt.text)]
+
+
 def chain_of(prompt: Prompt) -> list[tuple[str, ...]]:
     """What a worked answer says in order, each with all the ways to say it.
 
     >>> chain_of(Prompt("", "What is 7 - 3?", "4"))[:4]
     [('7',), ('7',), ('minus', 'less'), ('3',)]
     """
-    numbers = [int(n.replace(" ", "")) for n in re.findall(r"[+-]? ?\d+", prompt.text)]
+    numbers = terms_of(prompt)
     totals = list(accumulate(numbers))
     out: list[tuple[str, ...]] = [(str(numbers[0]),)]
     for before, number, after in zip(totals, numbers[1:], totals[1:]):
         words = PLUS if number > 0 else MINUS
         out += [(str(before),), words, (str(abs(number)),), (str(after),)]
-    return [*out, (CLOSING.partition(" {")[0],), (str(totals[-1]),)]
+    return [*out, (CLOSING_WORDS,), (str(totals[-1]),)]
+
+
+def _ordered_chain(prompt: Prompt) -> any_order.Chain:
+    for expected in chain_of(prompt):  # noqa: UP028 - a list cannot be sent what was said
+        yield expected
 
 
 def _departure(text: str, atom: re.Match[str], expected: tuple[str, ...]) -> int:
     """Where a wrong number, operator or closing sentence begins to be wrong."""
-    if all(one.lstrip("-").isdigit() for one in (atom[0], expected[0])):
-        return atom.start() + shared_length(atom[0], expected[0])
-    is_word_missing = atom[0].lstrip("-").isdigit() and CLOSING.startswith(expected[0])
+    numbers = [one for one in expected if is_number(one)]
+    if is_number(atom[0]) and numbers:
+        return atom.start() + max(shared_length(atom[0], number) for number in numbers)
+    is_word_missing = is_number(atom[0]) and expected[0] == CLOSING_WORDS
     # a further step where the answer should close: its first word is wrong already
     return text.rfind(". ", 0, atom.start()) + 2 if is_word_missing else atom.start()
 
@@ -213,20 +250,17 @@ def _end_of_answer(text: str, last: re.Match[str]) -> int:
     return last.end() + (1 + spaces if rest.startswith(".") else 0)
 
 
-def demonstration(prompt: Prompt, rng: random.Random) -> str:
-    """A correct worked answer in phrasings drawn from ``rng``.
+def demonstration(prompt: Prompt, rng: random.Random | None) -> str:
+    """A right worked answer in phrasings drawn from ``rng``; None takes the first of each.
 
     >>> demonstration(Prompt("", "What is 7 - 3?", "4", {"numbers": (7, -3)}), random.Random(1))
     'Let us work it out step by step. The first term is 7. Then 7 less 3 makes 4. So the answer is
     4.'"""
     first, *rest = prompt.meta["numbers"]
-    parts, total = [rng.choice(OPENINGS), rng.choice(STARTS).format(first)], first
+    pick = rng.choice if rng else itemgetter(0)
+    parts, total = [pick(OPENINGS), pick(STARTS).format(first)], first
     for number in rest:
-        words = (
-            rng.choice(CONNECTIVES),
-            rng.choice(PLUS if number > 0 else MINUS),
-            rng.choice(RESULTS),
-        )
+        words = pick(CONNECTIVES), pick(PLUS if number > 0 else MINUS), pick(RESULTS)
         parts.append(f"{words[0]} {total} {words[1]} {abs(number)} {words[2]} {total + number}.")
         total += number
     return " ".join([*parts, CLOSING.format(prompt.answer)])
