@@ -82,6 +82,11 @@ def test_seeds_for_is_the_first_number_that_detects_the_effect(spread):
     assert effect(num) <= 0.02 < effect(num - 1)
 
 
+def test_a_spread_without_bounds_needs_seeds_without_bounds():
+    assert seeds_for(0.01, 100.0, 100.0) is None
+    assert seeds_for(0.01, 0.0, 0.0) == 2
+
+
 def test_without_spread_or_without_seeds():
     assert welch_p([0.5, 0.5], [0.5, 0.5]) == 1.0
     assert welch_p([0.5, 0.5], [0.6, 0.6]) == 0.0

@@ -21,8 +21,8 @@ from counterpoise.cli.report import report
 from counterpoise.cli.view import view
 from counterpoise.report import charts as plot
 from counterpoise.report.charts.index import CHARTS
-from counterpoise.report.html import digest
-from counterpoise.report.page import _data, content, render, write_report
+from counterpoise.report.html import data, digest
+from counterpoise.report.page import content, render, write_report
 from counterpoise.run.read import open_run
 from counterpoise.text import percent
 from helpers.make_run import HOSTILE, make_run
@@ -228,8 +228,8 @@ def test_hostile_text_stays_text(hostile_dir, run_dir):
 
 def test_data_of_the_page_cannot_end_its_element():
     hostile = json.dumps(HOSTILE)
-    assert "<" in hostile and "<" not in _data(hostile)
-    assert json.loads(_data(hostile)) == HOSTILE
+    assert "<" in hostile and "<" not in data(hostile)
+    assert json.loads(data(hostile)) == HOSTILE
 
 
 def test_hostile_labels_are_escaped_in_charts(hostile_dir):

@@ -238,7 +238,8 @@ def test_every_asset_is_served_and_no_markup_is_written_by_script(client):
             "javascript:",
         ):
             assert sink not in text, (name, sink)
-    html = asset("viewer.html", "viewer") + asset("report.html")
+    own = [asset(name) for name in ("report.html", "layout.html", "macros.html")]
+    html = "".join([asset("viewer.html", "viewer"), asset("arena.html", "arena"), *own])
     assert " onclick" not in html and " onload" not in html and " style=" not in html
 
 

@@ -43,7 +43,6 @@ from counterpoise.text import points, shorten
 
 SCHEMA = 1
 POINT = 0.01
-MAX_SEEDS = 100_000  # more are as good as none
 
 
 class Row(NamedTuple):
@@ -52,7 +51,8 @@ class Row(NamedTuple):
     ``stopped`` counts runs by the reason. ``paired`` is the interval of the differences per seed
     over ``num_pairs`` seeds that both have. ``p_holm`` is None for arms without a verdict.
     ``detectable`` is for one comparison, ``detectable_in_family`` for one among as many as the
-    family has, at worst. ``seeds_for_point`` are seeds per arm to detect one point.
+    family has, at worst. ``seeds_for_point`` and ``seeds_for_point_in_family`` are seeds per arm to
+    detect one point.
     """
 
     arm: str
@@ -72,6 +72,7 @@ class Row(NamedTuple):
     detectable: float
     detectable_in_family: float
     seeds_for_point: int | None
+    seeds_for_point_in_family: int | None
     cosine: float | None
     verdict: Verdict
 
@@ -222,16 +223,19 @@ def _row(
         detectable=detectable(theirs, ours),
         detectable_in_family=detectable(theirs, ours, family),
         seeds_for_point=_seeds_for_point(theirs, ours),
+        seeds_for_point_in_family=_seeds_for_point(theirs, ours, family),
         cosine=None,
         verdict=Verdict("", ""),
     )
 
 
-def _seeds_for_point(theirs: Sequence[float], ours: Sequence[float]) -> int | None:
+def _seeds_for_point(
+    theirs: Sequence[float], ours: Sequence[float], comparisons: int = 1
+) -> int | None:
     if min(len(theirs), len(ours)) < 2:
         return None
-    num = seeds_for(POINT, float(np.var(theirs, ddof=1)), float(np.var(ours, ddof=1)))
-    return num if num <= MAX_SEEDS else None
+    variance_a, variance_b = (float(np.var(side, ddof=1)) for side in (theirs, ours))
+    return seeds_for(POINT, variance_a, variance_b, comparisons)
 
 
 def _with_verdicts(rows: Sequence[Row], family: Sequence[str]) -> list[Row]:

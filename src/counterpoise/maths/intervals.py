@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 POWER = 0.8
+MAX_SEEDS = 100_000
 
 
 class Interval(NamedTuple):
@@ -111,8 +112,11 @@ def detectable(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1)
     return _shift(test.freedom, comparisons) * test.error if test.error else 0.0
 
 
-def seeds_for(effect: float, variance_a: float, variance_b: float, comparisons: int = 1) -> int:
-    """Seeds per side with which a difference of ``effect`` would be detectable.
+def seeds_for(
+    effect: float, variance_a: float, variance_b: float, comparisons: int = 1
+) -> int | None:
+    """Seeds per side with which a difference of ``effect`` would be detectable; None if they are
+    more than ``MAX_SEEDS``.
 
     >>> seeds_for(0.01, 0.015**2, 0.015**2), seeds_for(0.02, 0.015**2, 0.015**2)
     (37, 10)
@@ -123,10 +127,8 @@ def seeds_for(effect: float, variance_a: float, variance_b: float, comparisons: 
     def is_enough(num: int) -> bool:
         return _shift((num - 1) * per_seed, comparisons) * math.sqrt(total / num) <= effect
 
-    high = 2
-    while not is_enough(high):
-        high *= 2
-    return bisect.bisect_left(range(high), True, lo=2, key=is_enough)
+    num = bisect.bisect_left(range(MAX_SEEDS + 1), True, lo=2, key=is_enough)
+    return num if num <= MAX_SEEDS else None
 
 
 def around(mean: float, error: float, freedom: float, comparisons: int = 1) -> Interval:

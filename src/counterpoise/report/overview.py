@@ -66,13 +66,13 @@ def settings_table(groups: Sequence[Group]) -> Table:
     """Model, task and the settings of each group."""
     rows = []
     for name in SETTINGS:
-        values = [_setting(group.runs[0].config.get(name)) for group in groups]
+        values = [in_words(group.runs[0].config.get(name)) for group in groups]
         if any(values):
             rows.append([name, *(value or "–" for value in values)])
     rows.append(
         [
             "seeds",
-            *(", ".join(_setting(seed_of(run)) or "–" for run in group.runs) for group in groups),
+            *(", ".join(in_words(seed_of(run)) or "–" for run in group.runs) for group in groups),
         ]
     )
     rows.append(
@@ -93,8 +93,8 @@ def changes_of(run: RunFolder) -> str:
     """Settings that changed when the run was resumed, each with its batch (from the manifest)."""
     changes = run.manifest.get("changes")
     return ", ".join(
-        f"{_setting(one.get('key'))} {_setting(one.get('before')) or 'none'} →"
-        f" {_setting(one.get('now')) or 'none'} from batch {_setting(one.get('batch'))}"
+        f"{in_words(one.get('key'))} {in_words(one.get('before')) or 'none'} →"
+        f" {in_words(one.get('now')) or 'none'} from batch {in_words(one.get('batch'))}"
         for one in (changes if isinstance(changes, list) else [])
         if isinstance(one, dict)
     )
@@ -115,13 +115,13 @@ def origin(run: RunFolder) -> list[tuple[str, str]]:
     lines = [
         ("folder", str(run.path)),
         ("command", shlex.join(words) if words else ""),
-        ("imported from", _setting(manifest.get("imported_from"))),
+        ("imported from", in_words(manifest.get("imported_from"))),
         ("not in the dump", ", ".join(map(str, absent)) if isinstance(absent, list) else ""),
-        ("commit", _setting(manifest.get("commit"))),
+        ("commit", in_words(manifest.get("commit"))),
         (
             "device",
             " · ".join(
-                filter(None, [_setting(manifest.get("device")), _setting(manifest.get("platform"))])
+                filter(None, [in_words(manifest.get("device")), in_words(manifest.get("platform"))])
             ),
         ),
         (
@@ -236,23 +236,23 @@ def _stage(value: object, axis: str) -> str:
             if axis == "credit"
             else "none"
         )
-    return "none" if value is None else _setting(value)
+    return "none" if value is None else in_words(value)
 
 
-def _setting(value: object) -> str:
+def in_words(value: object) -> str:
     """A setting in words: ``name (key value, ...)`` for what has a name, ``key value, ...`` for the
     rest.
     """
     if isinstance(value, dict):
         rest = ", ".join(
-            f"{key} {_setting(v)}"
+            f"{key} {in_words(v)}"
             for key, v in islice(value.items(), 40)
             if key != "name" and v is not None
         )
-        name = _setting(value.get("name"))
+        name = in_words(value.get("name"))
         return f"{name} ({rest})" if name and rest else name or rest
     if isinstance(value, list) and len(value) == 1:
-        return _setting(value[0])
+        return in_words(value[0])
     if value is None:
         return ""
     return shorten(value if isinstance(value, str) else json.dumps(value, default=str), 400)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import jinja2
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
-from counterpoise.maths.intervals import Interval
 from counterpoise.report import overview, samples
 from counterpoise.report.charts.index import CHARTS, Chart
 from counterpoise.report.charts.style import Drawing
 from counterpoise.report.compare import Comparison, Settings, comparison, words
-from counterpoise.report.html import asset, policy
+from counterpoise.report.html import render_page
 from counterpoise.report.runs import Group, group_runs
 from counterpoise.report.warnings import warnings_of
 from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder, open_run
-from counterpoise.text import number, spans, visible, with_interval, with_range
+from counterpoise.text import spans
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,63 +147,20 @@ def _of_runs(runs: Sequence[RunFolder], lines_of: Callable[[RunFolder], list[str
 
 def render(page: Content) -> str:
     """The page as HTML."""
-    script, style, plotly = (
-        asset("report.js"),
-        asset("tokens.css") + asset("report.css"),
-        get_plotlyjs(),
-    )
     figures = {
-        card.chart.name: card.drawing.figure.to_json()
-        for cards in page.cards.values()
-        for card in cards
+        card.chart.name: card.drawing.figure for cards in page.cards.values() for card in cards
     }
-    return (
-        _templates()
-        .get_template("report.html")
-        .render(
-            page=page,
-            sections=SECTIONS,
-            figures=figures,
-            origins=[(run, overview.origin(run)) for group in page.groups for run in group.runs],
-            ledger_off=IMPORTED if _is_imported(page.groups) else LEDGER_OFF,
-            policy=policy(scripts=[plotly, script], styles=[style, ""]),
-            script=script,
-            style=style,
-            plotly=plotly,
-            style_ids=_style_ids(plotly),
-        )
+    return render_page(
+        "report.html",
+        title=page.title,
+        source="run folders",
+        figures=figures,
+        page=page,
+        sections=SECTIONS,
+        origins=[(run, overview.origin(run)) for group in page.groups for run in group.runs],
+        ledger_off=IMPORTED if _is_imported(page.groups) else LEDGER_OFF,
+        words_of=words,
     )
-
-
-@lru_cache(1)
-def _templates() -> jinja2.Environment:
-    env = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    env.filters |= {"visible": visible, "number": number, "interval": _interval, "data": _data}
-    env.filters["range"] = lambda value: with_range(*value)
-    env.globals["words_of"] = words
-    return env
-
-
-def _interval(value: Interval, scale: float | None = None) -> str:
-    return with_interval(*value, scale=scale)
-
-
-def _data(text: str) -> Markup:
-    """JSON for a script element: without a < no text in it can end the element."""
-    return Markup(text.replace("<", "\\u003c"))
-
-
-def _style_ids(plotly: str) -> list[str]:
-    """Ids under which the chart library would add style sheets for maps, which the policy forbids
-    and no chart needs: taken beforehand.
-    """
-    return re.findall(r'getElementById\("([0-9a-f]{64})"\)', plotly)
 
 
 def _lack(chart: Chart, groups: Sequence[Group]) -> str:

@@ -97,12 +97,12 @@ def is_share(key: str) -> bool:
 
 def curve(group: Group, key: str) -> Curve | None:
     """A metric of ``metrics.jsonl`` over batches; None if no run has it."""
-    return _curve([_metric(run, key) for run in group.runs])
+    return curve_over([_metric(run, key) for run in group.runs])
 
 
 def timing_curve(group: Group, key: str) -> Curve | None:
     """A key of ``timing.jsonl`` over batches."""
-    return _curve(
+    return curve_over(
         [
             run.timing.set_index("batch")[key].dropna().astype(float)
             for run in group.runs
@@ -150,7 +150,7 @@ def eval_curve(group: Group, key: str = "eval/accuracy") -> Curve | None:
     """A held-out number after so many batches; of one run with the interval that the
     evaluation brought.
     """
-    out = _curve([eval_series(run, key) for run in group.runs])
+    out = curve_over([eval_series(run, key) for run in group.runs])
     if out is None or len(group.runs) > 1:
         return out
     low, high = (eval_series(group.runs[0], f"{key}_{side}") for side in ("low", "high"))
@@ -184,7 +184,8 @@ def _metric(run: RunFolder, key: str) -> pd.Series:
     return run.metrics.set_index("batch")[key].dropna().astype(float)
 
 
-def _curve(runs: list[pd.Series]) -> Curve | None:
+def curve_over(runs: list[pd.Series]) -> Curve | None:
+    """One number over batches, from its values in each run; None if no run has any."""
     runs = [series for series in runs if not series.empty]
     if not runs:
         return None
