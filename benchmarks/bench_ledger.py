@@ -35,8 +35,7 @@ import torch
 from machine import device_name, peak
 
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.ledger import coupling_table
-from counterpoise.ledger.calculus.head_kernel import head_kernel
+from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
 from counterpoise.ledger.recorder import observe
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns

@@ -103,6 +103,18 @@ def every_argument(args: ast.arguments) -> list[ast.arg]:
     return [*args.posonlyargs, *args.args, *args.kwonlyargs, *rest]
 
 
+def test_variables_say_what_they_are():
+    """Not that they were found, made or done."""
+    vague = [
+        f"{file.relative_to(SRC)}:{node.lineno} {node.id}"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        if node.id.partition("_")[0] in ("found", "made", "done")
+    ]
+    assert vague == []
+
+
 def test_every_test_asserts():
     """By an assert, a helper whose name says so, or warnings that are errors."""
     silent = [

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from counterpoise import method as make_method
-from counterpoise.ledger import change_along
+from counterpoise.ledger.calculus.decompose import change_along
 from counterpoise.ledger.calculus.logprobs import Texts, of_model, trainable
 from counterpoise.policy import load_model, measure, pack, token_logp
 from counterpoise.policy.precision import autocast

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import counterpoise as cp
-from counterpoise.ledger import Book, Settings, book
+from counterpoise.ledger import book
+from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.measures.categories import name_tokens
 from counterpoise.policy import token_logp
 from counterpoise.run.files import write_table

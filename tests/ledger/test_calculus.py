@@ -9,18 +9,21 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from counterpoise.ledger import (
-    LogProbs,
-    Texts,
+from counterpoise.ledger.calculus.decompose import (
     change_along,
     class_gradients,
-    copy_params,
+    decompose,
     forward_mode,
-    of_model,
-    response,
 )
-from counterpoise.ledger.calculus.decompose import decompose
-from counterpoise.ledger.calculus.logprobs import at, trainable
+from counterpoise.ledger.calculus.logprobs import (
+    LogProbs,
+    Texts,
+    at,
+    copy_params,
+    of_model,
+    trainable,
+)
+from counterpoise.ledger.calculus.optimizers import response
 from counterpoise.ledger.calculus.own import own_one_by_one
 from counterpoise.policy import token_logp
 from helpers.reference_ledger import clean_gpt2, token_gradients

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoise.ledger import HeadResponse, HeadState, cancellation, coupling_table
-from counterpoise.ledger.calculus.head_change import head_change
+from counterpoise.ledger.calculus.head_change import HeadResponse, HeadState, head_change
 from counterpoise.ledger.calculus.head_change import kl as small_kl
-from counterpoise.ledger.calculus.head_kernel import head_kernel
+from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
+from counterpoise.ledger.measures.changes import cancellation
 from counterpoise.maths.head import Head
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.ledger import Book, Settings
+from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.policy import token_logp
 from helpers.replies import with_reply, without_reply

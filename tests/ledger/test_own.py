@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.ledger import Book, Settings, Texts, copy_params, of_model, response, trainable
+from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.calculus import own as own_module
-from counterpoise.ledger.calculus.logprobs import at
+from counterpoise.ledger.calculus.logprobs import Texts, at, copy_params, of_model, trainable
+from counterpoise.ledger.calculus.optimizers import response
 from counterpoise.ledger.calculus.own import own_by_rows, own_one_by_one, own_parts
 from counterpoise.policy import add_lora, token_logp
 from counterpoise.types import TokenBatch

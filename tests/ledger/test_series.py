@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from counterpoise.ledger import fill_bank, load_categories, restore
-from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.ledger.measures.categories import CATEGORIES, categories
-from counterpoise.ledger.measures.drift import drift
+from counterpoise.ledger.calculus.snapshot import restore, snapshot
+from counterpoise.ledger.measures.categories import CATEGORIES, categories, load_categories
+from counterpoise.ledger.measures.drift import drift, fill_bank
 from counterpoise.ledger.measures.jitter import jitter
 from helpers.reference_ledger import clean_gpt2
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import counterpoise as cp
-from counterpoise.ledger import HeadState, at, copy_params, of_model, residuals, sharing
 from counterpoise.ledger.account import head_state
-from counterpoise.ledger.calculus.head_change import head_change
-from counterpoise.ledger.calculus.logprobs import Texts, trainable
+from counterpoise.ledger.calculus.head_change import HeadState, head_change
+from counterpoise.ledger.calculus.logprobs import Texts, at, copy_params, of_model, trainable
 from counterpoise.ledger.measures.classes import Facts
-from counterpoise.ledger.measures.residual import entering
+from counterpoise.ledger.measures.residual import entering, residuals
+from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.ledger.summary import tax
 from counterpoise.types import TokenBatch
 from helpers.reference_ledger import clean_gpt2, loss_of, residual_mean, rows_of, sharing_of

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.ledger import LogProbs, cancellation, copy_params, residuals, response
 from counterpoise.ledger.calculus.decompose import decompose
-from counterpoise.ledger.calculus.logprobs import trainable
+from counterpoise.ledger.calculus.logprobs import LogProbs, copy_params, trainable
+from counterpoise.ledger.calculus.optimizers import response
 from counterpoise.ledger.calculus.own import own_one_by_one
+from counterpoise.ledger.measures.changes import cancellation
+from counterpoise.ledger.measures.residual import residuals
 from counterpoise.types import TokenBatch
 from helpers.reference_ledger import phi
 from helpers.tabular import TabularPolicy

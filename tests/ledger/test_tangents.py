@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from counterpoise.ledger import change_along
+from counterpoise.ledger.calculus.decompose import change_along
 from counterpoise.ledger.calculus.logprobs import Texts, of_model, trainable
 from counterpoise.ledger.calculus.tangents import can_walk, logp_change
 from counterpoise.policy import add_lora, logp_function, pack, token_logp

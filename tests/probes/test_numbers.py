@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoise.ledger import LogProbs
+from counterpoise.ledger.calculus.logprobs import LogProbs
 from counterpoise.probes.output import mean_difference, means, number_dict, ratios
 from counterpoise.probes.peer_masking import BUCKETS, candidates, causal_rows, full_update, tau
 from counterpoise.types import Rows

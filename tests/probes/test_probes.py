@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from counterpoise import probes
-from counterpoise.ledger import of_model
+from counterpoise.ledger.calculus.logprobs import of_model
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes import PROBES, exchangeability, pool, tax, try_update
 from counterpoise.probes.counterfactual import (

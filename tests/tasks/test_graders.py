@@ -80,7 +80,7 @@ def test_raising_and_non_finite_graders_fail_and_are_named(user_task):
             "prompt p2: the grader returned 'nan', expected a finite number",
             "prompt p3: the grader returned 'inf', expected a finite number",
             "prompt p4: the grader returned 'None', expected a finite number",
-            "prompt p5: the grader returned '1.0', expected a finite number",
+            "prompt p5: the grader returned the text '1.0', expected a finite number",
         ],
     )
 

@@ -107,7 +107,7 @@ def graded_by(name: str) -> dict:
         ("raises", "the grader raised RuntimeError: no ⟨U+001B⟩[31mcolour here"),
         ("none", "the grader returned 'None', expected a finite number"),
         ("nan", "the grader returned 'nan', expected a finite number"),
-        ("words", "the grader returned 'good', expected a finite number"),
+        ("words", "the grader returned the text 'good', expected a finite number"),
         ("signature", "the grader raised TypeError: signature() takes 1 positional argument"),
     ],
 )

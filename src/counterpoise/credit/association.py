@@ -122,9 +122,9 @@ def _types(batch: TokenBatch, is_right_N: Tensor, by: Groups) -> _Types:
     group_K = torch.zeros(num_types, dtype=torch.long, device=type_M.device).index_put(
         (type_M,), group_M
     )
-    found_M, num_found = pair_index(type_M, row_M)
-    type_F, is_right_F = type_M.new_zeros(num_found), is_right_N.new_zeros(num_found)
-    type_F[found_M], is_right_F[found_M] = type_M, is_right_M
+    pair_M, num_pairs = pair_index(type_M, row_M)
+    type_F, is_right_F = type_M.new_zeros(num_pairs), is_right_N.new_zeros(num_pairs)
+    type_F[pair_M], is_right_F[pair_M] = type_M, is_right_M
 
     def count(index: Tensor) -> Tensor:
         return torch.bincount(index, minlength=num_types).double()

@@ -128,15 +128,12 @@ def head_logp(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    with_entropy: bool = False,
     fused: bool = True,
-) -> HeadScores:
-    """Differentiable log-prob of the targets and, if asked for, entropy.
+) -> Tensor:
+    """Differentiable log-prob of the targets, [M].
 
     ``fused`` keeps only the hidden states and computes each chunk's logits again in the backward:
-
-    ``d logp_m / d z_mv = 1[v = target_m] - p_mv`` and ``d entropy_m / d z_mv = -p_mv (log p_mv +
-    entropy_m)``.
+    ``d logp_m / d z_mv = 1[v = target_m] - p_mv``.
 
     Without it the derivative stands in the value, ``logp + <u, z> - <u, z>`` with ``u = d logp / d
     z`` held constant, so that any mode of differentiation finds it: a direction of forward mode
@@ -144,17 +141,14 @@ def head_logp(
     vocabulary's size is differentiated. First derivatives only.
 
     >>> head = Head(torch.eye(2, requires_grad=True))
-    >>> round(head_logp(torch.zeros(1, 2), torch.tensor([0]), head).logp_M.item(), 4)
+    >>> round(head_logp(torch.zeros(1, 2), torch.tensor([0]), head).item(), 4)
     -0.6931
     """
-    if not fused:
-        return _first_order(
-            hidden_MD, target_M, _autocast(head, hidden_MD), temperature, chunk, with_entropy
-        )
     head = _autocast(head, hidden_MD)
-    spec = (head.scale, head.softcap, temperature, chunk, with_entropy)
-    out = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec)
-    return HeadScores(*out) if with_entropy else HeadScores(out)
+    if not fused:
+        return _first_order(hidden_MD, target_M, head, temperature, chunk)
+    spec = (head.scale, head.softcap, temperature, chunk)
+    return _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, spec)  # pyright: ignore[reportReturnType]
 
 
 def head_logp_change(
@@ -189,7 +183,7 @@ def head_logp_change(
         logits_MV = head_logits(hidden_MD, head, temperature=temperature)
         one_M = torch.ones(len(hidden_MD), dtype=wide, device=hidden_MD.device)
         u_MV = _through_head(
-            _logit_grad(logits_MV, target_M[rows], one_M, None), logits_MV, head, temperature
+            _logit_grad(logits_MV, target_M[rows], one_M), logits_MV, head, temperature
         )
         change_MC = (change_MCD @ (u_MV @ head.weight_VD).to(wide)[:, :, None])[..., 0]
         for c, weight_VD in enumerate(weights):
@@ -224,37 +218,18 @@ def _chunks(num_tokens: int, head: Head, chunk: int | None) -> Iterator[slice]:
 
 
 def _first_order(
-    hidden_MD: Tensor,
-    target_M: Tensor,
-    head: Head,
-    temperature: float,
-    chunk: int | None,
-    with_entropy: bool,
-) -> HeadScores:
-    still = Head(
-        head.weight_VD.detach(),
-        None if head.bias_V is None else head.bias_V.detach(),
-        head.scale,
-        head.softcap,
-    )
-    parts: list[list[Tensor]] = []
+    hidden_MD: Tensor, target_M: Tensor, head: Head, temperature: float, chunk: int | None
+) -> Tensor:
+    bias_V = None if head.bias_V is None else head.bias_V.detach()
+    still = head._replace(weight_VD=head.weight_VD.detach(), bias_V=bias_V)
+    parts = []
     for rows in _chunks(len(target_M), head, chunk):
         logits_MV = head_logits(hidden_MD[rows].detach(), still, temperature=temperature)
-        scores = logits_scores(logits_MV, target_M[rows], with_entropy=with_entropy)
-        one_M, zero_M = torch.ones_like(scores.logp_M), torch.zeros_like(scores.logp_M)
-        slopes = [(scores.logp_M, _logit_grad(logits_MV, target_M[rows], one_M, None))]
-        if scores.entropy_M is not None:
-            slopes.append(
-                (
-                    scores.entropy_M,
-                    _logit_grad(logits_MV, target_M[rows], zero_M, (one_M, scores.entropy_M)),
-                )
-            )
-        scaled = [
-            (value_M, _through_head(u_MV, logits_MV, head, temperature)) for value_M, u_MV in slopes
-        ]
-        parts.append([value_M + _moving(u_MV, hidden_MD[rows], head) for value_M, u_MV in scaled])
-    return HeadScores(*(torch.cat(column) for column in zip(*parts)))
+        logp_M = logits_scores(logits_MV, target_M[rows]).logp_M
+        u_MV = _logit_grad(logits_MV, target_M[rows], torch.ones_like(logp_M))
+        u_MV = _through_head(u_MV, logits_MV, head, temperature)
+        parts.append(logp_M + _moving(u_MV, hidden_MD[rows], head))
+    return torch.cat(parts)
 
 
 def _through_head(dz_MV: Tensor, logits_MV: Tensor, head: Head, temperature: float) -> Tensor:
@@ -293,9 +268,7 @@ def _autocast(head: Head, hidden_MD: Tensor) -> Head:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """logp_M (and entropy_M) of a head; saves the inputs alone and recomputes logits in the
-    backward.
-    """
+    """logp_M of a head; saves the inputs alone and recomputes logits in the backward."""
 
     @staticmethod
     def forward(
@@ -305,48 +278,30 @@ class _ChunkedHead(torch.autograd.Function):
         bias_V: Tensor | None,
         target_M: Tensor,
         spec: tuple,
-    ) -> Any:
-        scale, softcap, temperature, chunk, with_entropy = spec
+    ) -> Tensor:
+        scale, softcap, temperature, chunk = spec
         head = Head(weight_VD, bias_V, scale, softcap)
-        with torch.autocast(hidden_MD.device.type, enabled=False):
-            out = head_scores(
-                hidden_MD,
-                target_M,
-                head,
-                temperature=temperature,
-                chunk=chunk,
-                with_entropy=with_entropy,
-            )
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, out.entropy_M)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M)
         ctx.spec = spec
-        return (out.logp_M, out.entropy_M) if with_entropy else out.logp_M
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            return head_scores(
+                hidden_MD, target_M, head, temperature=temperature, chunk=chunk
+            ).logp_M
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp_M: Tensor, grad_entropy_M: Tensor | None = None) -> Any:
-        hidden_MD, weight_VD, bias_V, target_M, entropy_M = ctx.saved_tensors
-        scale, softcap, temperature, chunk, _ = ctx.spec
+    def backward(ctx: Any, grad_logp_M: Tensor) -> Any:
+        hidden_MD, weight_VD, bias_V, target_M = ctx.saved_tensors
+        scale, softcap, temperature, chunk = ctx.spec
         head = Head(weight_VD, bias_V, scale, softcap)
         grads = _zero_grads(ctx.needs_input_grad, hidden_MD, weight_VD, bias_V)
         for rows in _chunks(len(target_M), head, chunk):
             logits_MV = head_logits(hidden_MD[rows], head, temperature=temperature)
-            by_entropy = None if grad_entropy_M is None else (grad_entropy_M[rows], entropy_M[rows])
-            dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows], by_entropy)
-            _add_grads(
-                grads,
-                rows,
-                _through_head(dz_MV, logits_MV, head, temperature),
-                hidden_MD,
-                weight_VD,
-            )
-        return (
-            *(
-                None if g is None else g.to(x.dtype)
-                for g, x in zip(grads, (hidden_MD, weight_VD, bias_V))
-            ),
-            None,
-            None,
-        )
+            dz_MV = _logit_grad(logits_MV, target_M[rows], grad_logp_M[rows])
+            dz_MV = _through_head(dz_MV, logits_MV, head, temperature)
+            _add_grads(grads, rows, dz_MV, hidden_MD, weight_VD)
+        inputs = (hidden_MD, weight_VD, bias_V)
+        return (*(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs)), None, None)
 
 
 def _zero_grads(needed: tuple[bool, ...], *inputs: Tensor | None) -> list[Tensor | None]:
@@ -373,18 +328,7 @@ def _add_grads(
         grad_V += dz_MV.sum(0)
 
 
-def _logit_grad(
-    logits_MV: Tensor,
-    target_M: Tensor,
-    grad_logp_M: Tensor,
-    by_entropy: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    logp_MV = torch.log_softmax(logits_MV, dim=-1)
-    if by_entropy is None:
-        out_MV = logp_MV.exp_().mul_(-grad_logp_M[:, None])
-    else:
-        grad_entropy_M, entropy_M = by_entropy
-        out_MV = logp_MV.exp() * (
-            -grad_logp_M[:, None] - grad_entropy_M[:, None] * (logp_MV + entropy_M[:, None])
-        )
+def _logit_grad(logits_MV: Tensor, target_M: Tensor, grad_logp_M: Tensor) -> Tensor:
+    prob_MV = torch.log_softmax(logits_MV, dim=-1).exp_()
+    out_MV = prob_MV.mul_(-grad_logp_M[:, None])
     return out_MV.scatter_add_(-1, target_M[:, None], grad_logp_M[:, None].to(out_MV.dtype))

@@ -1,14 +1,13 @@
 """A language model: load it, score tokens with it, measure the columns that rules need."""
 
 from counterpoise.policy.load import Policy, add_lora, encode_prompts, load_model, locate
-from counterpoise.policy.logp import TokenScores, logp_function, token_logp
+from counterpoise.policy.logp import logp_function, token_logp
 from counterpoise.policy.measure import MEASURED, measure
 from counterpoise.policy.pack import length_buckets
 
 __all__ = [
     "MEASURED",
     "Policy",
-    "TokenScores",
     "add_lora",
     "encode_prompts",
     "length_buckets",

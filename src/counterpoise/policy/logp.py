@@ -9,56 +9,18 @@ Axes: N rollouts, T response tokens, M response tokens laid end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from counterpoise.maths.head import HeadScores, head_logp, logits_scores
+from counterpoise.maths.head import head_logp, logits_scores
 from counterpoise.policy.backbone import Backbone, backbone, eager
-from counterpoise.policy.pack import (
-    Packed,
-    hidden_of,
-    own_logits,
-    pack_rows,
-    place_tokens,
-    shares_prompts,
-)
+from counterpoise.policy.pack import hidden_of, own_logits, pack_rows, place_tokens, shares_prompts
 
 
-class TokenScores(NamedTuple):
-    """Differentiable log-prob and entropy per response token, 0 on padding; float32 or wider."""
-
-    logp_NT: Tensor
-    entropy_NT: Tensor
-
-
-@overload
-def token_logp(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    token_ids_NT: Tensor,
-    mask_NT: Tensor,
-    *,
-    temperature: float = ...,
-    chunk: int | None = ...,
-    with_entropy: Literal[False] = ...,
-    fused: bool = ...,
-) -> Tensor: ...
-@overload
-def token_logp(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    token_ids_NT: Tensor,
-    mask_NT: Tensor,
-    *,
-    temperature: float = ...,
-    chunk: int | None = ...,
-    with_entropy: Literal[True],
-    fused: bool = ...,
-) -> TokenScores: ...
 def token_logp(
     model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
@@ -67,9 +29,8 @@ def token_logp(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    with_entropy: bool = False,
     fused: bool = True,
-) -> Tensor | TokenScores:
+) -> Tensor:
     """Differentiable trainer log-probs of the response tokens: ``log softmax(z /
     temperature)[token]``, 0 on padding.
 
@@ -83,7 +44,6 @@ def token_logp(
         mask_NT: True on response tokens; a gap inside a response is read by later tokens but not
             scored.
         chunk: response tokens whose logits are alive at once (default: 64 MiB of them).
-        with_entropy: return ``TokenScores(logp_NT, entropy_NT)``, both differentiable.
         fused: False takes a form that forward mode can differentiate (see ``logp_function``).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,11 +61,19 @@ def token_logp(
     parts = backbone(model)
     share = reads_prompts_once(parts, fused=fused)
     rows = pack_rows(prompt_ids, token_ids_NT, mask_NT, model.device, share=share)
-    scores = _scores(model, parts, rows, temperature, chunk, with_entropy, fused)
-    logp_NT = place_tokens(scores.logp_M, rows, mask_NT)
-    if scores.entropy_M is None:
-        return logp_NT
-    return TokenScores(logp_NT, place_tokens(scores.entropy_M, rows, mask_NT))
+    if parts.head is None:
+        logits_MV = own_logits(model, rows, temperature)
+        logp_M = logits_scores(logits_MV, rows.target_M).logp_M
+    else:
+        logp_M = head_logp(
+            hidden_of(parts, rows),
+            rows.target_M,
+            parts.head,
+            temperature=temperature,
+            chunk=chunk,
+            fused=fused,
+        )
+    return place_tokens(logp_M, rows, mask_NT)
 
 
 def reads_prompts_once(parts: Backbone, *, fused: bool = True) -> bool:
@@ -113,31 +81,6 @@ def reads_prompts_once(parts: Backbone, *, fused: bool = True) -> bool:
     attention beats two.
     """
     return shares_prompts(parts) and (fused or parts.decoder.device.type != "cpu")
-
-
-def _scores(
-    model: PreTrainedModel,
-    parts: Backbone,
-    rows: Packed,
-    temperature: float,
-    chunk: int | None,
-    with_entropy: bool,
-    fused: bool,
-) -> HeadScores:
-    if parts.head is None:
-        return logits_scores(
-            own_logits(model, rows, temperature), rows.target_M, with_entropy=with_entropy
-        )
-    hidden_MD = hidden_of(parts, rows)
-    return head_logp(
-        hidden_MD,
-        rows.target_M,
-        parts.head,
-        temperature=temperature,
-        chunk=chunk,
-        with_entropy=with_entropy,
-        fused=fused,
-    )
 
 
 def logp_function(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from counterpoise.ledger import coupling_table, of_model
 from counterpoise.ledger.account import head_state
-from counterpoise.ledger.calculus.head_kernel import head_kernel
+from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
+from counterpoise.ledger.calculus.logprobs import of_model
 from counterpoise.policy.precision import autocast
 from counterpoise.probes.output import (
     Drawing,

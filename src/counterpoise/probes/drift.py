@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from counterpoise.ledger import fill_bank, restore
-from counterpoise.ledger.calculus.snapshot import snapshot
-from counterpoise.ledger.measures.drift import log_odds, score_solutions, solution_entropy
+from counterpoise.ledger.calculus.snapshot import restore, snapshot
+from counterpoise.ledger.measures.drift import (
+    fill_bank,
+    log_odds,
+    score_solutions,
+    solution_entropy,
+)
 from counterpoise.probes.output import (
     Drawing,
     Frame,

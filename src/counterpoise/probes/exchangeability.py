@@ -18,8 +18,8 @@ import torch
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.ledger import sharing
 from counterpoise.ledger.measures.residual import residual
+from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import measure
 from counterpoise.policy.precision import autocast

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from counterpoise.ledger import LogProbs, Params, Snapshot, class_gradients, restore, trainable
-from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.calculus.decompose import class_gradients
+from counterpoise.ledger.calculus.logprobs import LogProbs, Params, trainable
+from counterpoise.ledger.calculus.snapshot import Snapshot, restore, snapshot
 from counterpoise.types import Rows
 
 HIGH_ENTROPY = 0.8  # the top fifth of the update's tokens

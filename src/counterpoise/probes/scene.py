@@ -14,7 +14,8 @@ from torch import Tensor
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.ledger import Texts, load_categories
+from counterpoise.ledger.calculus.logprobs import Texts
+from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.policy import Policy
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.ledger import copy_params, restore, sharing, trainable
 from counterpoise.ledger.account import score_update
-from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.calculus.logprobs import copy_params, trainable
+from counterpoise.ledger.calculus.snapshot import restore, snapshot
+from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from counterpoise.ledger import Texts, copy_params, restore, trainable
 from counterpoise.ledger.account import Scores, head_state, place_tokens, score_update
 from counterpoise.ledger.calculus.head_change import head_change
-from counterpoise.ledger.calculus.snapshot import snapshot
+from counterpoise.ledger.calculus.logprobs import Texts, copy_params, trainable
+from counterpoise.ledger.calculus.snapshot import restore, snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone

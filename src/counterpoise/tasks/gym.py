@@ -146,8 +146,8 @@ def final_answer(text: str) -> str:
     >>> final_answer("3, no: <answer> 4 </answer>")
     '4'
     """
-    found = _ANSWER.findall(text)
-    return (found[-1] if found else text).strip()
+    answers = _ANSWER.findall(text)
+    return (answers[-1] if answers else text).strip()
 
 
 def split_of(question: str) -> str:

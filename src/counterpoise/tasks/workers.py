@@ -53,9 +53,9 @@ def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
             0.0, "failed", f"the grader raised {type(error).__name__}: {str(error)[:200]}"
         )
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return Verdict(
-            0.0, "failed", f"the grader returned {str(value)[:60]!r}, expected a finite number"
-        )
+        kind = "the text " if isinstance(value, str) else ""
+        problem = f"returned {kind}{str(value)[:60]!r}, expected a finite number"
+        return Verdict(0.0, "failed", f"the grader {problem}")
     return Verdict(float(value))
 
 

@@ -247,6 +247,10 @@ def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:
     """
     if update < settings.warmup:
         return settings.lr * (update + 1) / settings.warmup
-    done = (update - settings.warmup) / max(1, num_updates - settings.warmup)
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    progress = (update - settings.warmup) / max(1, num_updates - settings.warmup)
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
     return settings.lr * shape[settings.schedule]

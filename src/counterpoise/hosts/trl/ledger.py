@@ -25,7 +25,8 @@ from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
-from counterpoise.ledger import Book, Settings, residuals, within_memory
+from counterpoise.ledger.book import Book, Settings, within_memory
+from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.run import write

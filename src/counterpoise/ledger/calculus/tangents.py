@@ -77,7 +77,7 @@ def _agrees(model: PreTrainedModel) -> bool:
     try:
         logp_change(model, params, direction_C, rows, parts.head)
         with torch.autocast(model.device.type, enabled=False):
-            found_M = logp_change(model, params, direction_C, rows, parts.head)[0]
+            change_M = logp_change(model, params, direction_C, rows, parts.head)[0]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as why:  # torch has no narrower type for an operation that a device lacks
@@ -94,7 +94,7 @@ def _agrees(model: PreTrainedModel) -> bool:
             "%s: forward mode is written out; there is nothing to hold it against: %s", name, why
         )
         return True
-    error = float((found_M - expected_M).norm() / expected_M.norm())
+    error = float((change_M - expected_M).norm() / expected_M.norm())
     agrees = error < (
         1e-2 if model.dtype.itemsize >= 4 else 0.5
     )  # a wrong derivative is off by its own size

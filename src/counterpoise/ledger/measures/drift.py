@@ -48,17 +48,17 @@ def fill_bank(
     >>> bank[0]["solutions"]
     [[5], [6]]
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     taken = {entry["prompt_id"] for entry in bank}
     for name, prompt, solution, is_good in zip(prompt_names, prompt_ids, solutions, is_verified):
         if not is_good or name in taken:
             continue
-        entry = found.setdefault(
+        entry = entries.setdefault(
             name, {"prompt_id": name, "prompt_ids": list(prompt), "solutions": [], "start": None}
         )
         if list(solution) not in entry["solutions"] and len(entry["solutions"]) < MAX_SOLUTIONS:
             entry["solutions"].append(list(solution))
-    whole = [entry for entry in found.values() if len(entry["solutions"]) > 1]
+    whole = [entry for entry in entries.values() if len(entry["solutions"]) > 1]
     return [*bank, *whole[: max(0, size - len(bank))]]
 
 

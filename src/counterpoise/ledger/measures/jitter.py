@@ -20,15 +20,15 @@ def jitter(
 
     >>> state = None
     >>> for value in (1.0, 2.0, 4.0, 7.0):
-    ...     found, state = jitter(state, {"reward": value})
-    >>> found  # second differences 1 and 1
+    ...     means, state = jitter(state, {"reward": value})
+    >>> means  # second differences 1 and 1
     {'reward': 1.0}
     """
-    state, found, out = state or {}, {}, {}
+    state, means, out = state or {}, {}, {}
     for name, value in numbers.items():
         last, total, count = state.get(name, ([], 0.0, 0))
         if len(last) == 2:
             total, count = total + (value - 2 * last[1] + last[0]) ** 2, count + 1
-            found[name] = total / count
+            means[name] = total / count
         out[name] = [[*last, value][-2:], total, count]
-    return found, out
+    return means, out

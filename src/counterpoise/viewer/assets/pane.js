@@ -98,14 +98,14 @@ export class Pane {
     const version = this.version;
     const sorted = [...rows].sort((a, b) => b.sign - a.sign || a.start - b.start);
     this.canvas.replaceChildren(element("p", "busy", `Aligning ${rows.length} rollouts …`));
-    const found = await aligned(sorted, 0, code, width, () => version !== this.version || this.layout !== "aligned");
-    if (!found) return;
+    const alignment = await aligned(sorted, 0, code, width, () => version !== this.version || this.layout !== "aligned");
+    if (!alignment) return;
     this.clear();
     // few rollouts: as many bands as there are lines of text; many: one band, wider than the page
     const isBanded = sorted.length * ROW < Math.max(480, 0.7 * this.place.clientHeight);
-    const widths = Float64Array.from(found.cellsOf, (count) => count * this.cell);
+    const widths = Float64Array.from(alignment.cellsOf, (count) => count * this.cell);
     const bands = banded(widths, 3, isBanded ? this.place.clientWidth - MARGIN - 20 : Infinity);
-    this.grid = { ...bands, rows: sorted, columnOf: found.columnOf, widths, height: sorted.length * ROW + 18 };
+    this.grid = { ...bands, rows: sorted, columnOf: alignment.columnOf, widths, height: sorted.length * ROW + 18 };
     this.canvas.style.width = isBanded ? "" : `${MARGIN + bands.lefts.at(-1) + 20}px`;
     this.canvas.style.height = `${TOP + (bands.starts.length - 1) * this.grid.height}px`;
   }
@@ -142,13 +142,13 @@ export class Pane {
     const fresh = document.createDocumentFragment();
     for (const [key, make] of wanted) {
       if (!this.live.has(key)) {
-        const made = make();
-        this.live.set(key, made);
-        fresh.append(made);
+        const node = make();
+        this.live.set(key, node);
+        fresh.append(node);
       }
     }
     this.canvas.append(fresh);
-    if (this.grid) for (const [key, made] of this.live) if (key[0] === "g") made.style.left = `${scrollLeft}px`;
+    if (this.grid) for (const [key, node] of this.live) if (key[0] === "g") node.style.left = `${scrollLeft}px`;
   }
 
   wantText(side, top, bottom, wanted) {
@@ -206,10 +206,10 @@ export class Pane {
     const out = element("div", "cells");
     const from = row.start + firstAtLeast(columnOf, row, fromColumn);
     for (let i = from; i < row.end && columnOf[i] < toColumn; i += 1) {
-      const made = this.token(i);
-      made.style.left = `${lefts[columnOf[i]]}px`;
-      made.style.width = `${widths[columnOf[i]]}px`;
-      out.append(made);
+      const node = this.token(i);
+      node.style.left = `${lefts[columnOf[i]]}px`;
+      node.style.width = `${widths[columnOf[i]]}px`;
+      out.append(node);
     }
     return out;
   }
