@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,13 +24,32 @@ TINY = {
 }
 
 
-def counterpoise(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    """The console script: unlike ``python -m``, it does not import from the current folder."""
+# several commands in one process: most of its time is the import of torch
+CONSOLE = """
+import json, os, sys
+sys.path.remove("")  # unlike `python -m`, the console script does not import from the folder
+from counterpoise.cli import main
+for folder, *words in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    before, path = set(sys.modules), list(sys.path)
+    sys.argv = ["counterpoise", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+    for name in {"my_task"} & sys.modules.keys() - before:
+        del sys.modules[name]
+    sys.path[:] = path
+"""
+
+
+def counterpoise(*commands: list[object]) -> subprocess.CompletedProcess[str]:
+    """The console script, once per command: a folder and the words."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
-    code = "import sys; sys.path.remove(''); from counterpoise.cli import main; main()"
+    words = json.dumps([list(map(str, command)) for command in commands])
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        cwd=folder,
+        [sys.executable, "-c", CONSOLE, words],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -43,32 +62,39 @@ def settings() -> list[str]:
 
 
 def test_init_writes_a_recipe_and_a_task_that_train_from_any_folder(tmp_path):
-    result = counterpoise(tmp_path, "init", "mine")
+    result = counterpoise([tmp_path, "init", "mine"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].endswith(" train mine/recipe.yaml")
-    result = counterpoise(tmp_path, "train", "mine/recipe.yaml", *settings())
-    assert result.returncode == 0, result.stderr
+    result = counterpoise(
+        [tmp_path, "train", "mine/recipe.yaml", *settings()],
+        [tmp_path / "mine", "eval", "../runs/mine", "--trust", "--prompts", 2],
+        [tmp_path, "init", "mine"],
+    )
+    assert result.returncode == 2 and "mine/recipe.yaml exists" in result.stderr, result.stderr
     assert (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file()
-    result = counterpoise(tmp_path / "mine", "eval", "../runs/mine", "--trust", "--prompts", 2)
-    assert result.returncode == 0, result.stderr
-    result = counterpoise(tmp_path, "init", "mine")
-    assert result.returncode == 2 and "mine/recipe.yaml exists" in result.stderr
+    assert "accuracy" in result.stdout
 
 
-def test_a_recipe_of_the_package_by_name_and_lines_that_do_not_wrap_or_repeat(tmp_path):
-    result = counterpoise(tmp_path, "train", "demo", *settings())
-    assert result.returncode == 0, result.stderr
-    lines = result.stderr.splitlines()
+def test_a_recipe_of_the_package_by_name_and_lines_that_do_not_wrap_or_repeat(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", "demo", *settings()])
+    lines = capfd.readouterr().err.splitlines()
+    assert not end.value.code, lines
     assert lines[0].startswith("dapo, plan query_preserved on arithmetic")
     batches = [line for line in lines if line.startswith("batch ")]
     assert len(batches) == 3 and all(line.endswith(" s per batch") for line in batches)
     assert ["held-out" in line for line in batches] == [False, True, True]
 
 
-def test_a_wrong_recipe_names_the_nearest(tmp_path):
-    result = counterpoise(tmp_path, "train", "dmeo")
-    assert result.returncode == 2
-    assert "no file 'dmeo', and no such recipe. Did you mean 'demo'?" in result.stderr
+def test_a_wrong_recipe_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", "dmeo"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "no file 'dmeo', and no such recipe. Did you mean 'demo'?" in said
 
 
 @pytest.mark.parametrize(
@@ -89,6 +115,6 @@ def test_a_run_that_is_not_there_is_said_at_once(tmp_path, monkeypatch, capsys, 
 
 def test_a_piped_table_does_not_wrap(tmp_path):
     runs = [make_run(tmp_path / f"{'long' * 12}{k}", num_batches=2, seed=k) for k in (0, 1)]
-    result = counterpoise(tmp_path, "compare", *runs, "--no-page")
+    result = counterpoise([tmp_path, "compare", *runs, "--no-page"])
     assert result.returncode == 0, result.stderr
     assert all(len(line.split()) > 1 for line in result.stdout.splitlines()[:3] if line)

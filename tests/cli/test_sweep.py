@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -47,10 +46,22 @@ def test_options_of_several_words():
     ]
 
 
-def test_a_sweep_trains_compares_and_goes_on_where_it_stopped(tmp_path, capfd):
-    args = ("--methods", "grpo", "rloo", "--seeds", "0", "--jobs", "2")
-    code, out, err = sweep(capfd, *args)
-    assert code == 0, err
+MOODY = """
+def rule(credit_NT, batch):
+    if len(batch.reward_N) > 2:
+        raise RuntimeError("not today")
+    return credit_NT
+"""
+
+
+def test_a_sweep_trains_compares_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capfd):
+    """A run that fails is reported and stops no other."""
+    (tmp_path / "moody.py").write_text(MOODY)
+    monkeypatch.syspath_prepend(tmp_path)
+    bad, args = "{name: grpo, credit: ['moody:rule']}", ("--seeds", "0", "--jobs", "2")
+    code, out, err = sweep(capfd, "--methods", bad, "grpo", "rloo", *args)
+    assert code == 1
+    assert [line.endswith("not today") for line in err.splitlines() if "failed: " in line] == [True]
     runs = tmp_path / "runs" / "demo-sweep"
     folders = [runs / f"{name}_plan_query_preserved-seed0" for name in ("grpo", "rloo")]
     assert all(len(read_jsonl(folder / "metrics.jsonl")) == 3 for folder in folders)
@@ -61,36 +72,16 @@ def test_a_sweep_trains_compares_and_goes_on_where_it_stopped(tmp_path, capfd):
     kept = (folders[0] / "metrics.jsonl").stat().st_mtime_ns
     shutil.rmtree(folders[1] / "checkpoints" / "batch_000003")
     (folders[1] / "note.txt").write_text("a new run would not keep this")
-    code, out, err = sweep(capfd, *args)
+    args = ("--methods", "grpo", "rloo", *args)
+    code, out, err = sweep(capfd, *args, "--json")
     assert code == 0 and "1 of 2 runs are finished" in err
+    assert json.loads(out)["finished"] == [str(folder.relative_to(tmp_path)) for folder in folders]
     assert (folders[0] / "metrics.jsonl").stat().st_mtime_ns == kept
     assert before == [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     assert (folders[1] / "note.txt").is_file()
 
     code, out, err = sweep(capfd, *args, "--set", "optimizer.lr=0.5")
     assert code == 2 and "was made with another optimizer" in err
-
-
-def test_a_run_that_fails_is_reported_and_stops_no_other(tmp_path, monkeypatch, capfd):
-    (tmp_path / "moody.py").write_text(
-        textwrap.dedent("""
-            import torch
-
-            def rule(credit_NT, batch):
-                if len(batch.reward_N) > 2:
-                    raise RuntimeError("not today")
-                return credit_NT
-        """)
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    bad = "{name: grpo, credit: ['moody:rule']}"
-    code, out, err = sweep(capfd, "--methods", bad, "grpo", "--seeds", "1", "--json")
-    assert code == 1
-    result = json.loads(out)
-    assert [name.rpartition("/")[2] for name in result["finished"]] == [
-        "grpo_plan_query_preserved-seed1"
-    ]
-    assert ["not today" in line for line in result["failed"].values()] == [True]
 
 
 def test_a_wrong_method_is_said_before_anything_runs(tmp_path, capfd):

@@ -4,9 +4,11 @@ micro-batches, and it learns from real credit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -124,7 +126,57 @@ def start(recipe: dict, mode: str) -> subprocess.Popen:
     )
 
 
-def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
+# loads everything once, then forks a run per line; says its process id and how it ended
+FORK = """
+import json, os, sys, traceback
+import torch
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.loop import train
+torch.set_num_threads(1)
+for line in sys.stdin:
+    recipe, mode = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            train(parse_config(recipe), resume=mode == "resume", fresh=mode == "fresh")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forks:
+    """Runs in processes of their own, forked off one that has loaded everything."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", FORK]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def start(self, recipe: dict, mode: str) -> int:
+        self.server.stdin.write(json.dumps([recipe, mode]).encode() + b"\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.server.stdout], [], [], 0.02)[0])
+
+    def exit_code(self) -> int:
+        return int(self.server.stdout.readline())
+
+
+@pytest.fixture
+def forks():
+    forks = Forks()
+    yield forks
+    forks.server.communicate()
+
+
+def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path, forks):
     """FADE carries a controller's state, delta would need hidden states; evaluation and files are
     on, so that every writer can be hit.
     """
@@ -136,24 +188,25 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path):
     }
     whole = small(tmp_path, run_dir=str(tmp_path / "whole"), **more)
     # in a process of its own too: how many threads this one has, earlier tests decide
-    process = start(whole, "new")
-    assert process.wait() == 0, process.communicate()
+    forks.start(whole, "new")
+    assert forks.exit_code() == 0
     torn = small(tmp_path, run_dir=str(tmp_path / "torn"), **more)
+    watched = Path(torn["run_dir"]) / "metrics.jsonl"
     rng, mode, kills = random.Random(0), "new", 0
     while True:
-        process = start(torn, mode)
-        watched = Path(torn["run_dir"]) / "metrics.jsonl"
+        process = forks.start(torn, mode)
         goal = len(read_jsonl(watched)) + rng.choice((1, 2))
-        while process.poll() is None and not (len(read_jsonl(watched)) >= goal and kills < 2):
-            time.sleep(0.02)
-        if process.poll() is None:
-            time.sleep(rng.random() * 0.3)
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        _, error = process.communicate()
-        if process.returncode == 0:
+        while not forks.has_ended():
+            if kills < 2 and len(read_jsonl(watched)) >= goal:
+                time.sleep(rng.random() * 0.3)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process, signal.SIGKILL)
+                kills += 1
+                break
+        code = forks.exit_code()
+        if code == 0:
             break
-        assert process.returncode == -signal.SIGKILL, error
+        assert code == -signal.SIGKILL
         mode = "resume" if checkpoint.checkpoints(Path(torn["run_dir"])) else "fresh"
     assert kills == 2
     assert metrics(whole["run_dir"]) == metrics(torn["run_dir"])
