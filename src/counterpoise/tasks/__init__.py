@@ -106,7 +106,7 @@ def task(
     Traceback (most recent call last):
     ...
     ValueError: task 'arithmetic' has no parameter 'dificulty'. Did you mean 'difficulty'? Known:
-        difficulty, max_number, max_total, style, terms.
+        difficulty, grade_steps, max_number, max_total, style, terms.
     """
     if isinstance(name, Mapping):
         if "name" not in name:

