@@ -1,5 +1,6 @@
-"""Many seeds of many methods, and verdicts that hold.
+"""Many seeds of many methods at once, and verdicts that hold.
 
 ``design`` says what is compared, ``results`` what came out, ``statistics`` what follows from it,
-``page`` shows it; these read files alone and need no torch.
+``page`` shows it; these read files alone and need no torch. ``stack`` and what is built on it train
+many members side by side, ``race`` runs a design.
 """

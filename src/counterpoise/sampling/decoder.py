@@ -143,14 +143,14 @@ def prefill(
     cos, sin = cos_LC[:width], sin_LC[:width]
     x_PWD, keys, values = F.embedding(ids_PW, weights.embed_VD), [], []
     for layer in weights.layers:
-        q, k, v = _heads(layer, shape, x_PWD, cos[:, None], sin[:, None])
+        q, k, v = heads(layer, shape, x_PWD, cos[:, None], sin[:, None])
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         keys.append(k)
         values.append(v)
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=shape.scaling, enable_gqa=True
         )
-        x_PWD = _rest(layer, shape, x_PWD, mixed.transpose(1, 2).flatten(2))
+        x_PWD = rest(layer, shape, x_PWD, mixed.transpose(1, 2).flatten(2))
     return torch.stack(keys), torch.stack(values)
 
 
@@ -189,7 +189,7 @@ def decode(
     )[:, None, None]
     cos_B1C, sin_B1C = cos_LC[position_B][:, None], sin_LC[position_B][:, None]
     for number, layer in enumerate(weights.layers):
-        q, k, v = _heads(layer, shape, x_BD, cos_B1C, sin_B1C)
+        q, k, v = heads(layer, shape, x_BD, cos_B1C, sin_B1C)
         keys[number][row_B, :, position_B] = k
         values[number][row_B, :, position_B] = v
         mixed = F.scaled_dot_product_attention(
@@ -199,39 +199,44 @@ def decode(
             attn_mask=bias_B11L,
             scale=shape.scaling,
         )
-        x_BD = _rest(layer, shape, x_BD, mixed.reshape(len(token_B), -1))
-    return _norm(x_BD, weights.norm_D, shape.eps).to(weights.head_DV.dtype)
+        x_BD = rest(layer, shape, x_BD, mixed.reshape(len(token_B), -1))
+    return norm(x_BD, weights.norm_D, shape.eps).to(weights.head_DV.dtype)
 
 
-def _heads(
+def heads(
     layer: Layer, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values: [..., heads, C]."""
+    """Rotated queries and keys, and values: [..., heads, C].
+
+    Weights may have a first axis of their own (members of an arena's stack), as ``x`` then has.
+    """
     h, k, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     qkv = linear(
-        _norm(x, layer.input_norm, shape.eps).to(layer.qkv.dtype), layer.qkv, layer.qkv_bias
+        norm(x, layer.input_norm, shape.eps).to(layer.qkv.dtype), layer.qkv, layer.qkv_bias
     )
     qkv = qkv.unflatten(-1, (h + 2 * k, size))
     query, key, value = qkv[..., :h, :], qkv[..., h : h + k, :], qkv[..., h + k :, :]
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = (
-            _norm(query, layer.query_norm, shape.eps),
-            _norm(key, layer.key_norm, shape.eps),
+            norm(query, layer.query_norm, shape.eps),
+            norm(key, layer.key_norm, shape.eps),
         )
     return _rotated(query, cos, sin).to(qkv.dtype), _rotated(key, cos, sin).to(qkv.dtype), value
 
 
-def _rest(layer: Layer, shape: Shape, x: Tensor, mixed: Tensor) -> Tensor:
+def rest(layer: Layer, shape: Shape, x: Tensor, mixed: Tensor) -> Tensor:
+    """The residual stream behind a layer, from what its attention mixed."""
     x = x + linear(mixed, layer.out, layer.out_bias)
     gate, up = linear(
-        _norm(x, layer.middle_norm, shape.eps).to(layer.down.dtype),
+        norm(x, layer.middle_norm, shape.eps).to(layer.down.dtype),
         layer.gate_up,
         layer.gate_up_bias,
     ).chunk(2, -1)
     return x + linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The root-mean-square norm, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return weight * F.rms_norm(x.to(wide), (x.shape[-1],), eps=eps).to(x.dtype)
 

@@ -23,19 +23,59 @@ class Draw(NamedTuple):
     entropy_N: Tensor
 
 
-def uniforms(seed: int, streams: Sequence[int], num: int) -> Tensor:
+def uniforms(
+    seed: int | Sequence[int], streams: Sequence[int], num: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Numbers in [0, 1), ``[len(streams), num]`` float64; row i depends on ``(seed, streams[i])``
     alone.
 
     Philox is counter-based: (seed, stream) is its key and no state is carried from row to row, so
     that neither the number of rows nor their order changes a stream.
 
+    Args:
+        seed: of all rows, or one per row.
+
     >>> bool((uniforms(0, [7, 3], 4)[1] == uniforms(0, [3], 2000)[0, :4]).all())
     True
     """
-    mask = (1 << 64) - 1
-    raw = [np.random.Philox(key=[seed & mask, stream & mask]).random_raw(num) for stream in streams]
-    return torch.from_numpy((np.stack(raw) >> np.uint64(11)) * 2.0**-53)
+    seeds = [seed] * len(streams) if isinstance(seed, int) else seed
+    seed_N, stream_N = (_words(column, device) for column in (seeds, streams))
+    return ((philox(seed_N, stream_N, num) >> 11) & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _words(values: Sequence[int], device: torch.device | str) -> Tensor:
+    """Whole numbers modulo 2^64, as the int64 with the same bits."""
+    bits = [value & (1 << 64) - 1 for value in values]
+    return torch.from_numpy(np.array(bits, np.uint64).view(np.int64)).to(device)
+
+
+def philox(key0_N: Tensor, key1_N: Tensor, num: int) -> Tensor:
+    """The first ``num`` words of Philox4x64-10 for each key, [N, num]; int64 holds the bits.
+
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; numpy's ``Philox`` counts
+    blocks from 1.
+    """
+    block_B = torch.arange(1, -(-num // 4) + 1, device=key0_N.device)
+    first_NB = block_B.expand(len(key0_N), -1)
+    words = [first_NB, *(torch.zeros_like(first_NB) for _ in range(3))]
+    key0_N1, key1_N1 = key0_N[:, None], key1_N[:, None]
+    for _ in range(10):
+        high0, low0 = _product(words[0], 0xD2E7470EE14C6C93 - (1 << 64))
+        high1, low1 = _product(words[2], 0xCA5A826395121157 - (1 << 64))
+        words = [high1 ^ words[1] ^ key0_N1, low1, high0 ^ words[3] ^ key1_N1, low0]
+        key0_N1 = key0_N1 + (0x9E3779B97F4A7C15 - (1 << 64))
+        key1_N1 = key1_N1 + (0xBB67AE8584CAA73B - (1 << 64))
+    return torch.stack(words, -1).flatten(1)[:, :num]
+
+
+def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 64 bits of a 128-bit product of unsigned words."""
+    half = (1 << 32) - 1
+    a0, a1 = word & half, (word >> 32) & half
+    b0, b1 = factor & half, (factor >> 32) & half
+    middle = a1 * b0 + ((a0 * b0 >> 32) & half)
+    cross = a0 * b1 + (middle & half)
+    return a1 * b1 + ((middle >> 32) & half) + ((cross >> 32) & half), word * factor
 
 
 def truncate(logits_NV: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:

@@ -28,7 +28,7 @@ from counterpoise.policy.prompts import distinct, pad_prompts
 from counterpoise.sampling.decoder import decode, fuse_weights, prefill, refresh, rotary, shape_of
 from counterpoise.sampling.draw import Draw, argmax, candidates, draw, truncate
 from counterpoise.sampling.kernels import cpu as kernels_cpu
-from counterpoise.sampling.slots import Columns, Settings, Slots
+from counterpoise.sampling.slots import Columns, Settings, Slots, record
 
 log = logging.getLogger("counterpoise.sampling")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
@@ -355,26 +355,19 @@ class Engine:
             )
             logits_BV = hidden_BD @ self.weights.head_DV
         drawn = self._draw(logits_BV, columns.uniform_NT, row_B, age_B, settings)
-        columns.token_ids_NT[row_B, age_B] = drawn.token_N
-        columns.sampler_logp_NT[row_B, age_B] = drawn.logp_N.float()
-        columns.entropy_NT[row_B, age_B] = drawn.entropy_N.float()
-        if settings.has_hidden:
-            columns.hidden_NTD[row_B, age_B] = hidden_BD
-        if settings.topk:
-            ids_BK, logp_BK = self.candidates(logits_BV, settings.temperature, settings.topk)
-            columns.topk_ids_NTK[row_B, age_B], columns.topk_logp_NTK[row_B, age_B] = (
-                ids_BK,
-                logp_BK,
-            )
-        columns.length_N[row_B] = age_B + 1
-        is_stop_B = torch.zeros_like(alive_B)
-        for stop in settings.stop_ids:
-            is_stop_B |= drawn.token_N == stop
-        token_B.copy_(drawn.token_N)
-        alive_B.logical_and_(~is_stop_B & (age_B + 1 < settings.max_new_tokens))
-        row_B.masked_fill_(~alive_B, len(columns.length_N) - 1)
-        age_B.add_(alive_B)
-        position_B.add_(alive_B)
+        best = (
+            self.candidates(logits_BV, settings.temperature, settings.topk)
+            if settings.topk
+            else None
+        )
+        record(
+            Slots(token_B, position_B, age_B, row_B, alive_B),
+            columns,
+            settings,
+            drawn,
+            hidden_BD,
+            best,
+        )
 
     def _draw(
         self,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from counterpoise.sampling.draw import Draw
 
 
 class Settings(NamedTuple):
@@ -46,3 +49,37 @@ class Slots(NamedTuple):
     age_B: Tensor
     row_B: Tensor
     alive_B: Tensor
+
+
+def record(
+    slots: Slots,
+    columns: Columns,
+    settings: Settings,
+    drawn: Draw,
+    hidden_BD: Tensor,
+    best: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Write what every slot drew into its row and move the slot on, all in place.
+
+    A slot that stops points at the last row from then on.
+
+    Args:
+        best: ids and log-probs of the likeliest candidates, [B, K] each, where they are asked for.
+    """
+    token_B, position_B, age_B, row_B, alive_B = slots
+    columns.token_ids_NT[row_B, age_B] = drawn.token_N
+    columns.sampler_logp_NT[row_B, age_B] = drawn.logp_N.float()
+    columns.entropy_NT[row_B, age_B] = drawn.entropy_N.float()
+    if settings.has_hidden:
+        columns.hidden_NTD[row_B, age_B] = hidden_BD
+    if best is not None:
+        columns.topk_ids_NTK[row_B, age_B], columns.topk_logp_NTK[row_B, age_B] = best
+    columns.length_N[row_B] = age_B + 1
+    is_stop_B = torch.zeros_like(alive_B)
+    for stop in settings.stop_ids:
+        is_stop_B |= drawn.token_N == stop
+    token_B.copy_(drawn.token_N)
+    alive_B.logical_and_(~is_stop_B & (age_B + 1 < settings.max_new_tokens))
+    row_B.masked_fill_(~alive_B, len(columns.length_N) - 1)
+    age_B.add_(alive_B)
+    position_B.add_(alive_B)

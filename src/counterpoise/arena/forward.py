@@ -1,0 +1,122 @@
+"""The decoder of all members at once: one batched matmul where a model has a matmul.
+
+Rows stand at the left: prompt, response, padding. A causal mask is then all that attention needs.
+
+Axes: S members, R rows of a member, L tokens of a row, T response tokens, D hidden size,
+    V vocabulary, C head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from counterpoise.sampling.decoder import Shape, Weights, heads, norm, rest
+
+
+def embed(weights: Weights, ids_SM: Tensor) -> Tensor:
+    """Each member's own embedding of its tokens, [S, M, D]."""
+    num_members, size, width = weights.embed_VD.shape
+    start_S1 = torch.arange(num_members, device=ids_SM.device)[:, None] * size
+    return F.embedding(ids_SM + start_S1, weights.embed_VD.reshape(-1, width))
+
+
+def hidden_states(
+    weights: Weights,
+    shape: Shape,
+    ids_SRL: Tensor,
+    cos_LC: Tensor,
+    sin_LC: Tensor,
+    cache: list[tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """The final normed hidden states, [S, R, L, D]; keys and values of every layer, [S * R, K, L,
+    C], are added to ``cache``.
+    """
+    _, num_rows, length = ids_SRL.shape
+    cos, sin = (turn[:length].repeat(num_rows, 1)[:, None] for turn in (cos_LC, sin_LC))
+    x_SMD = embed(weights, ids_SRL.flatten(1))
+    for layer in weights.layers:
+        q, k, v = (
+            part.unflatten(1, (num_rows, length)).flatten(0, 1).transpose(1, 2)
+            for part in heads(layer, shape, x_SMD, cos, sin)
+        )
+        if cache is not None:
+            cache.append((k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=shape.scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        mixed_SMF = mixed.transpose(1, 2).reshape(*x_SMD.shape[:2], -1)
+        x_SMD = rest(layer, shape, x_SMD, mixed_SMF)
+    return norm(x_SMD, weights.norm_D, shape.eps).unflatten(1, (num_rows, length))
+
+
+def response_logits(
+    weights: Weights, hidden_SRLD: Tensor, start_SR: Tensor, num_tokens: int, temperature: float
+) -> Tensor:
+    """Logits over the temperature where response tokens are predicted, [S, R, T, V], float32.
+
+    Args:
+        start_SR: length of each row's prompt; its last token predicts the first of the response.
+    """
+    column_T = torch.arange(num_tokens, device=start_SR.device)
+    at_SRT = (start_SR[..., None] - 1 + column_T).clamp_max(hidden_SRLD.shape[2] - 1)
+    picked_SRTD = hidden_SRLD.gather(
+        2, at_SRT[..., None].expand(*at_SRT.shape, hidden_SRLD.shape[-1])
+    )
+    logits_SMV = picked_SRTD.flatten(1, 2) @ weights.head_DV
+    return logits_SMV.float().unflatten(1, (*start_SR.shape[1:], num_tokens)) / temperature
+
+
+def token_logp(logits_SRTV: Tensor, token_ids_SRT: Tensor, mask_SRT: Tensor) -> Tensor:
+    """Log-probs of the tokens, 0 where the mask is False."""
+    picked_SRT = logits_SRTV.gather(-1, token_ids_SRT[..., None])[..., 0]
+    return torch.where(mask_SRT, picked_SRT - logits_SRTV.logsumexp(-1), 0)
+
+
+def decode(
+    weights: Weights,
+    shape: Shape,
+    token_B: Tensor,
+    position_B: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos_LC: Tensor,
+    sin_LC: Tensor,
+) -> Tensor:
+    """One more token for all rows of all members; the final normed hidden states, [S, B / S, D].
+
+    Args:
+        token_B: B = S x rows, members one after the other.
+        keys, values: [layers, B, K, L, C], written in place at ``position_B``.
+    """
+    num_members = len(weights.embed_VD)
+    x_SBD = embed(weights, token_B.view(num_members, -1))
+    turns = (turn[position_B].view(*x_SBD.shape[:2], 1, -1) for turn in (cos_LC, sin_LC))
+    cos, sin = turns
+    row_B = torch.arange(len(token_B), device=token_B.device)
+    for number, layer in enumerate(weights.layers):
+        q, k, v = (part.flatten(0, 1) for part in heads(layer, shape, x_SBD, cos, sin))
+        keys[number][row_B, :, position_B] = k
+        values[number][row_B, :, position_B] = v
+        mixed_BF = attend(q, position_B, keys[number], values[number], shape.scaling)
+        x_SBD = rest(layer, shape, x_SBD, mixed_BF.view(*x_SBD.shape[:2], -1))
+    return norm(x_SBD, weights.norm_D, shape.eps).to(weights.head_DV.dtype)
+
+
+def attend(
+    query_BHC: Tensor, position_B: Tensor, key_BKLC: Tensor, value_BKLC: Tensor, scaling: float
+) -> Tensor:
+    """Attention of one query token per row over its cache up to its own position, [B, H C]."""
+    if query_BHC.is_cuda:
+        from counterpoise.sampling.kernels import triton_decode
+
+        return triton_decode.attend(
+            query_BHC.contiguous(), position_B, key_BKLC, value_BKLC, scaling
+        )
+    is_seen_BL = torch.arange(key_BKLC.shape[2], device=position_B.device) <= position_B[:, None]
+    grouped = query_BHC.unflatten(1, (key_BKLC.shape[1], -1))
+    mixed = F.scaled_dot_product_attention(
+        grouped, key_BKLC, value_BKLC, attn_mask=is_seen_BL[:, None, None], scale=scaling
+    )
+    return mixed.flatten(1)
