@@ -1,0 +1,142 @@
+"""Milliseconds per member and batch when many members train at once, for every preset.
+
+    python benchmarks/bench_arena.py --members 32 --out arena.json
+
+A Llama of 0.9 M parameters with random weights answers arithmetic prompts: 32 x 8 rollouts of 40
+tokens per batch and member, 4 updates. The grader does its usual work, and then draws the reward
+from a hash of the answer, so that groups are mixed and no method rests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from machine import device_name
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from counterpoise.arena.batch import assign_all, measure_stack
+from counterpoise.arena.collect import collect_stack
+from counterpoise.arena.crew import Crew
+from counterpoise.arena.member import Member
+from counterpoise.arena.optimizer import zero_moments
+from counterpoise.arena.sampling import StackSampler
+from counterpoise.arena.stack import stack_of
+from counterpoise.arena.update import apply_updates
+from counterpoise.catalogue.presets import PRESETS
+from counterpoise.catalogue.registry import method as make_method
+from counterpoise.policy import Policy, load_model
+from counterpoise.tasks.arithmetic import Arithmetic
+from counterpoise.trainer.config import Config, parse_config
+from counterpoise.types import Prompt
+
+PARTS = ("sample", "measure", "assign", "update")
+
+
+class Mixed(Arithmetic):
+    """Arithmetic whose reward is 1 for about a third of all answers, whatever they say."""
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        right = super().reward(prompt, text)
+        return max(right, float(zlib.crc32(text.encode()) % 3 == 0))
+
+
+def small_llama(policy: Policy, device: str) -> Policy:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=policy.model.config.vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return policy._replace(model=LlamaForCausalLM(config).to(device))
+
+
+def recipe(seed: int, name: str, args: argparse.Namespace) -> Config:
+    return parse_config(
+        {
+            "seed": seed,
+            "method": {"name": name},
+            "num_batches": 100,
+            "rollouts": {"prompts": 32, "group_size": 8, "max_new_tokens": args.tokens},
+            "optimizer": {"lr": 1e-5, "updates_per_batch": 4},
+            "device": args.device,
+        }
+    )
+
+
+def time_method(name: str, policy: Policy, crew: Crew, args: argparse.Namespace) -> dict[str, float]:
+    """Median milliseconds per member and batch, whole and by part."""
+    method = make_method(name)
+    members = [Member(recipe(seed, name, args), method) for seed in range(args.members)]
+    stack = stack_of(policy.model, args.members)
+    moments, reference_P = zero_moments(stack.theta_SP), stack.theta_SP[0].clone()
+    sampler = StackSampler(stack, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    times = []
+    for number in range(args.batches + 2):
+        marks = [now(args.device)]
+        batches = collect_stack(members, sampler, crew, number)
+        marks.append(now(args.device))
+        batches = measure_stack(stack, members, batches, reference_P)
+        marks.append(now(args.device))
+        credits, plans = assign_all(members, batches, number)
+        marks.append(now(args.device))
+        apply_updates(stack, moments, members, batches, credits, plans)
+        marks.append(now(args.device))
+        for member, credit in zip(members, credits):
+            member.state, member.num_prompts = credit.state, member.num_prompts + 32
+        times.append([b - a for a, b in zip(marks, marks[1:])])
+    assert not any(member.stopped for member in members)
+    return medians(times[2:], args.members)
+
+
+def medians(times: Sequence[Sequence[float]], num_members: int) -> dict[str, float]:
+    def median(values: Sequence[float]) -> float:
+        return round(1000 * statistics.median(values) / num_members, 3)
+
+    parts = {name: median([row[k] for row in times]) for k, name in enumerate(PARTS)}
+    return {"total": median([sum(row) for row in times]), **parts}
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--methods", nargs="*", default=list(PRESETS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    policy = load_model("bundled")
+    workers = max(0, (os.cpu_count() or 1) - 2) if args.workers is None else args.workers
+    crew = Crew(policy, Mixed(), recipe(0, "grpo", args), workers if args.device == "cuda" else 0)
+    policy = small_llama(policy, args.device)
+    rows = {}
+    for name in args.methods:
+        rows[name] = time_method(name, policy, crew, args)
+        print(f"{name:14}", "  ".join(f"{k} {v:7.2f}" for k, v in rows[name].items()), flush=True)
+    crew.close()
+    if args.out:
+        facts = {"machine": device_name(), "settings": {k: str(v) for k, v in vars(args).items()}}
+        args.out.write_text(json.dumps({**facts, "ms_per_member_and_batch": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
