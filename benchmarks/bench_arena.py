@@ -10,6 +10,7 @@ from a hash of the answer, so that groups are mixed and no method rests.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,12 +23,10 @@ import torch
 from machine import device_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from counterpoise.arena.batch import assign_all, measure_stack
+from counterpoise.arena.batch import bench_of
 from counterpoise.arena.collect import collect_stack
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.member import Member
-from counterpoise.arena.optimizer import zero_moments
-from counterpoise.arena.sampling import StackSampler
 from counterpoise.arena.stack import stack_of
 from counterpoise.arena.update import apply_updates
 from counterpoise.catalogue.presets import PRESETS
@@ -37,7 +36,7 @@ from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.trainer.config import Config, parse_config
 from counterpoise.types import Prompt
 
-PARTS = ("sample", "measure", "assign", "update")
+PARTS = ("collect", "update")
 
 
 class Mixed(Arithmetic):
@@ -75,27 +74,22 @@ def recipe(seed: int, name: str, args: argparse.Namespace) -> Config:
     )
 
 
-def time_method(name: str, policy: Policy, crew: Crew, args: argparse.Namespace) -> dict[str, float]:
+def time_method(
+    name: str, policy: Policy, crew: Crew, args: argparse.Namespace
+) -> dict[str, float]:
     """Median milliseconds per member and batch, whole and by part."""
     method = make_method(name)
     members = [Member(recipe(seed, name, args), method) for seed in range(args.members)]
-    stack = stack_of(policy.model, args.members)
-    moments, reference_P = zero_moments(stack.theta_SP), stack.theta_SP[0].clone()
-    sampler = StackSampler(stack, torch.bfloat16 if args.device == "cuda" else torch.float32)
-    times = []
+    bench, times = bench_of(stack_of(policy.model, args.members), crew), []
     for number in range(args.batches + 2):
         marks = [now(args.device)]
-        batches = collect_stack(members, sampler, crew, number)
+        collected = collect_stack(bench, members, number)
         marks.append(now(args.device))
-        batches = measure_stack(stack, members, batches, reference_P)
+        apply_updates(bench, members, collected)
         marks.append(now(args.device))
-        credits, plans = assign_all(members, batches, number)
-        marks.append(now(args.device))
-        apply_updates(stack, moments, members, batches, credits, plans)
-        marks.append(now(args.device))
-        for member, credit in zip(members, credits):
-            member.state, member.num_prompts = credit.state, member.num_prompts + 32
-        times.append([b - a for a, b in zip(marks, marks[1:])])
+        for member, prepared in zip(members, collected.prepared):
+            member.state, member.num_prompts = prepared.state, member.num_prompts + 32
+        times.append([b - a for a, b in itertools.pairwise(marks)])
     assert not any(member.stopped for member in members)
     return medians(times[2:], args.members)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Grades, Task
@@ -41,20 +43,14 @@ class Stretch(NamedTuple):
 
 class Job(NamedTuple):
     """Rollouts to grade: rollout i answers ``prompts[group_N[i]]`` with the first ``length_N[i]``
-    tokens of its row.
+    tokens of its row. ``where`` opens an error.
     """
 
     prompts: list[Prompt]
     group_N: np.ndarray
     token_ids_NT: np.ndarray
     length_N: np.ndarray
-
-
-class Answers(NamedTuple):
-    """Texts and grades of the rollouts of a job; texts only where they were asked for."""
-
-    texts: list[str]
-    grades: Grades
+    where: str
 
 
 class Host(NamedTuple):
@@ -75,19 +71,23 @@ def ask(host: Host, stretch: Stretch) -> Questions:
     return Questions(prompts, ids)
 
 
-def judge(host: Host, job: Job, where: str, with_texts: bool) -> Answers:
+def judge(host: Host, job: Job) -> Grades:
     """Decode and grade."""
     ids = [row[:length].tolist() for row, length in zip(job.token_ids_NT, job.length_N)]
     texts = host.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     pairs = [(job.prompts[p], text) for p, text in zip(job.group_N.tolist(), texts)]
-    grades = grade_rollouts(host.task, pairs, host.config, where)
-    return Answers(texts if with_texts else [], grades)
+    return grade_rollouts(host.task, pairs, host.config, job.where)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Crew:
-    """The workers of an arena; ``close`` ends them.
+    """Worker processes of an arena; ``close`` ends them.
 
-    Start it before the accelerator is first used: workers are forks of this process.
+    Start it before the accelerator is first used: workers are forks of this process. Tasks that
+    must be watched have worker processes of their own and are graded from here.
     """
 
     def __init__(self, policy: Policy, task: Task, config: Config, num_workers: int = 0) -> None:
@@ -96,39 +96,35 @@ class Crew:
         self.pool = None
         self.ahead: dict[Stretch, Future[Questions]] = {}
         self.known: dict[Stretch, Questions] = {}
-        # tasks that need watching have worker processes of their own, and those cannot have any
-        self.is_trusted = bool(getattr(task, "is_trusted", False))
-        if num_workers:
+        if num_workers and getattr(task, "is_trusted", False):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             context = multiprocessing.get_context("fork")
-            self.pool = ProcessPoolExecutor(num_workers, mp_context=context)
+            self.pool = ProcessPoolExecutor(num_workers, context, _start)
             list(self.pool.map(int, range(4 * num_workers)))  # all forks are made now
+
+    def call(self, work: Callable[[Host, Item], Result], items: Sequence[Item]) -> list[Result]:
+        """``work(host, item)`` for every item."""
+        if self.pool is None:
+            return [work(self.host, item) for item in items]
+        running = [self.pool.submit(_call, work, item) for item in items]
+        return [one.result() for one in running]
 
     def expect(self, stretches: Sequence[Stretch]) -> None:
         """Make these prompts ahead of time."""
         if self.pool is not None:
             for stretch in stretches:
                 if stretch not in self.known and stretch not in self.ahead:
-                    self.ahead[stretch] = self.pool.submit(_ask, stretch)
+                    self.ahead[stretch] = self.pool.submit(_call, ask, stretch)
 
     def questions(self, stretches: Sequence[Stretch]) -> list[Questions]:
         """The prompts of each stretch; equal stretches are made once."""
         self.expect(stretches)
-        for stretch in stretches:
-            if stretch not in self.known:
-                made = self.ahead.pop(stretch, None)
-                self.known[stretch] = ask(self.host, stretch) if made is None else made.result()
-        questions = [self.known[stretch] for stretch in stretches]
         wanted = set(stretches)
         self.known = {key: value for key, value in self.known.items() if key in wanted}
-        return questions
-
-    def answers(self, jobs: Sequence[Job], where: str, with_texts: bool = False) -> list[Answers]:
-        """Texts and grades of every job."""
-        if self.pool is None or not self.is_trusted:
-            return [judge(self.host, job, where, with_texts) for job in jobs]
-        running = [self.pool.submit(_judge, job, where, with_texts) for job in jobs]
-        return [one.result() for one in running]
+        for stretch in wanted - set(self.known):
+            coming = self.ahead.pop(stretch, None)
+            self.known[stretch] = ask(self.host, stretch) if coming is None else coming.result()
+        return [self.known[stretch] for stretch in stretches]
 
     def close(self) -> None:
         if self.pool is not None:
@@ -138,11 +134,11 @@ class Crew:
 _HOST: Host | None = None  # a fork of the process inherits it
 
 
-def _ask(stretch: Stretch) -> Questions:
-    assert _HOST is not None
-    return ask(_HOST, stretch)
+def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the arena itself hears Ctrl-C and ends workers
+    torch.set_num_threads(1)
 
 
-def _judge(job: Job, where: str, with_texts: bool) -> Answers:
+def _call(work: Callable[[Host, Item], Result], item: Item) -> Result:
     assert _HOST is not None
-    return judge(_HOST, job, where, with_texts)
+    return work(_HOST, item)

@@ -9,6 +9,7 @@ Axes: S members, P parameters of a member, V vocabulary, D hidden size, L positi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -98,6 +99,8 @@ def build(
     turns: tuple[Tensor, Tensor],
 ) -> Stack:
     """A stack over a buffer; ``like`` says which tensors a layer has."""
+    # gradients are views of a buffer on purpose
+    warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
     grad_SP = torch.zeros_like(theta_SP)
     leaves = tuple(split(theta_SP, pieces))
     for leaf, grad in zip(leaves, split(grad_SP, pieces)):

@@ -1,0 +1,85 @@
+"""Prompts and responses of all members as tensors of one shape, and their log-probs.
+
+Axes: S members, N rows of a member, P prompts of a member, T response tokens, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from counterpoise.arena.forward import hidden_states, response_logits, token_logp
+from counterpoise.arena.stack import Stack
+from counterpoise.sampling.decoder import Weights
+
+
+class Texts(NamedTuple):
+    """All rows of all members.
+
+    Args:
+        ids_SNL: prompt, response, padding.
+        start_SN: length of the prompt.
+        response_SNT, mask_SNT, sampler_logp_SNT: the response alone.
+        ref_logp_SNT: log-probs under the weights all members started from, where a method asks.
+    """
+
+    ids_SNL: Tensor
+    start_SN: Tensor
+    response_SNT: Tensor
+    mask_SNT: Tensor
+    sampler_logp_SNT: Tensor
+    ref_logp_SNT: Tensor | None = None
+
+    def select(self, row_SR: Tensor) -> Texts:
+        """The chosen rows of each member."""
+        columns = [None if column is None else pick(column, row_SR) for column in self]
+        return Texts(*columns)  # pyright: ignore[reportArgumentType]
+
+
+def pick(column_SN: Tensor, row_SR: Tensor) -> Tensor:
+    """``column[s, row[s, r]]`` for every member s; further axes stay."""
+    member_S1 = torch.arange(len(row_SR), device=row_SR.device)[:, None]
+    return column_SN[member_S1, row_SR]
+
+
+def texts_of(
+    prompts_SP: Sequence[Sequence[Sequence[int]]],
+    group_size: int,
+    response_SNT: Tensor,
+    length_SN: Tensor,
+    sampler_logp_SNT: Tensor,
+) -> Texts:
+    """Responses behind their prompts: row ``p * group_size + g`` of a member answers its prompt
+    p.
+    """
+    device = response_SNT.device
+    width = int(length_SN.max())
+    mask_SNT = torch.arange(width, device=device) < length_SN[..., None]
+    response_SNT = response_SNT[..., :width] * mask_SNT
+    lengths = [[len(ids) for ids in prompts] for prompts in prompts_SP]
+    longest = max(map(max, lengths))
+    padded = [[[*ids, *[0] * (longest - len(ids))] for ids in prompts] for prompts in prompts_SP]
+    prompt_SPL = pad(torch.tensor(padded, device=device), (0, width))
+    start_SN = torch.tensor(lengths, device=device).repeat_interleave(group_size, 1)
+    ids_SNL = prompt_SPL.repeat_interleave(group_size, 1)
+    at_SNT = start_SN[..., None] + torch.arange(width, device=device)
+    ids_SNL.scatter_(2, at_SNT, response_SNT)
+    logp_SNT = torch.where(mask_SNT, sampler_logp_SNT[..., :width], 0)
+    return Texts(ids_SNL, start_SN, response_SNT, mask_SNT, logp_SNT)
+
+
+def stack_logp(stack: Stack, weights: Weights, texts: Texts, temperature: float) -> Tensor:
+    """Log-probs of all response tokens, [S, N, T]; bfloat16 products on an accelerator, as the
+    trainer has them.
+    """
+    device = stack.theta_SP.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        hidden_SRLD = hidden_states(weights, stack.shape, texts.ids_SNL, stack.cos_LC, stack.sin_LC)
+        logits_SRTV = response_logits(
+            weights, hidden_SRLD, texts.start_SN, texts.mask_SNT.shape[2], temperature
+        )
+    return token_logp(logits_SRTV, texts.response_SNT, texts.mask_SNT)
