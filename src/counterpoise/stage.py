@@ -40,6 +40,7 @@ FACTS = {
     "keeps_prompts_whole": "a plan: all rollouts that it takes of a prompt are in one update",
     "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
+    "prepares_by_prompt": "a loss: what it prepares of an update it takes prompt by prompt",
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
 }
 

@@ -15,7 +15,14 @@ from torch import Tensor
 from counterpoise.arena.crew import Crew, Job, Questions, Stretch, judge
 from counterpoise.arena.member import Member
 from counterpoise.arena.optimizer import Moments
-from counterpoise.arena.prepare import NOTHING, Prepared, Work, prepare, prepare_sampled
+from counterpoise.arena.prepare import (
+    NOTHING,
+    Prepared,
+    Work,
+    prepare,
+    prepare_sampled,
+    settings_of,
+)
 from counterpoise.arena.sampling import StackSampler
 from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Texts, stack_logp, texts_of
@@ -151,7 +158,8 @@ def works_of(
         group_N = np.repeat(np.arange(len(question.prompts)), num // len(question.prompts))
         where = f"batch {batch_number}"
         job = Job(question.prompts, group_N, ids_NT, length_B[rows], where)
-        works.append(Work(member, job, logp_NT, entropy_NT, batch_number))
+        settings = settings_of(member, batch_number)
+        works.append(Work(member.pickled, settings, job, logp_NT, entropy_NT))
     return works
 
 
@@ -168,7 +176,7 @@ def prepare_on_device(
         rollouts = RolloutBatch(
             works[s].job.prompts, [], [], [], batch, grade.num_faults, grade.messages
         )
-        prepared[s] = prepare(members[s], rollouts, works[s].batch_number)
+        prepared[s] = prepare(members[s].method, works[s].settings, rollouts)
     return prepared
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pickle
 from typing import Any
 
 from counterpoise.catalogue.method import Method
@@ -28,6 +30,11 @@ class Member:
     num_prompts: int = 0
     num_updates: int = 0
     stopped: str = ""
+
+    @functools.cached_property
+    def pickled(self) -> bytes:
+        """The method as worker processes get it."""
+        return pickle.dumps(self.method)
 
     @property
     def seed(self) -> int:

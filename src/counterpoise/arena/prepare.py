@@ -8,15 +8,19 @@ Axes: N rollouts of a member, T response tokens, R rows of an update.
 
 from __future__ import annotations
 
+import functools
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from counterpoise.arena.crew import Host, Job, judge
 from counterpoise.arena.member import Member
+from counterpoise.catalogue.method import Method
 from counterpoise.trainer.warn import said_by_us
-from counterpoise.types import RolloutBatch, TokenBatch
+from counterpoise.types import RolloutBatch, Rows, TokenBatch
 
 
 class Prepared(NamedTuple):
@@ -45,20 +49,46 @@ NOTHING = Prepared(
 )
 
 
-class Work(NamedTuple):
-    """One member's batch as it was sampled, on the host."""
+class Settings(NamedTuple):
+    """How a member turns a batch into updates."""
 
-    member: Member
+    state: dict[str, Any] | None
+    seed: int
+    batch_number: int
+    num_updates: int
+    max_length: int
+    success: float | None
+
+
+class Work(NamedTuple):
+    """One member's batch as it was sampled, on the host; its method is pickled, once for all
+    batches.
+    """
+
+    pickled: bytes
+    settings: Settings
     job: Job
     sampler_logp_NT: np.ndarray
     entropy_NT: np.ndarray
-    batch_number: int
+
+
+def settings_of(member: Member, batch_number: int) -> Settings:
+    """What the member's next batch needs to know of it."""
+    config = member.config
+    return Settings(
+        member.state,
+        member.seed,
+        batch_number,
+        config.optimizer.updates_per_batch,
+        config.rollouts.max_new_tokens,
+        config.task.get("success"),
+    )
 
 
 def prepare_sampled(host: Host, work: Work) -> Prepared:
     """Grade, then assign credit and plan."""
     grades = judge(host, work.job)
-    job, config = work.job, work.member.config
+    job, settings = work.job, work.settings
     mask_NT = np.arange(job.token_ids_NT.shape[1]) < job.length_N[:, None]
     batch = TokenBatch(
         token_ids_NT=torch.from_numpy(job.token_ids_NT).long(),
@@ -67,20 +97,24 @@ def prepare_sampled(host: Host, work: Work) -> Prepared:
         reward_N=torch.tensor(grades.reward, dtype=torch.float32),
         sampler_logp_NT=torch.from_numpy(work.sampler_logp_NT),
         entropy_NT=torch.from_numpy(work.entropy_NT),
-        max_length=config.rollouts.max_new_tokens,
-        success=config.task.get("success"),
+        max_length=settings.max_length,
+        success=settings.success,
     )
     rollouts = RolloutBatch(job.prompts, [], [], [], batch, grades.num_faults, grades.messages)
-    return prepare(work.member, rollouts, work.batch_number)
+    return prepare(method_of(work.pickled), settings, rollouts)
 
 
-def prepare(member: Member, rollouts: RolloutBatch, batch_number: int) -> Prepared:
+@functools.lru_cache(maxsize=256)
+def method_of(pickled: bytes) -> Method:
+    return pickle.loads(pickled)
+
+
+def prepare(method: Method, settings: Settings, rollouts: RolloutBatch) -> Prepared:
     """Credit, plan and scale of one member's batch, by its own method."""
-    method, batch = member.method, rollouts.batch
+    batch, seed, number = rollouts.batch, settings.seed, settings.batch_number
     with said_by_us():
-        credit = method.assign(batch, member.state, seed=member.seed, batch_number=batch_number)
-    num_updates = member.config.optimizer.updates_per_batch
-    plan = method.plan(batch, num_updates, seed=member.seed, batch_number=batch_number)
+        credit = method.assign(batch, settings.state, seed=seed, batch_number=number, report=False)
+    plan = method.plan(batch, settings.num_updates, seed=seed, batch_number=number)
     updates = [method.rows(batch, credit, row_R) for row_R in plan]
     return Prepared(
         batch.reward_N.numpy(force=True),
@@ -93,3 +127,25 @@ def prepare(member: Member, rollouts: RolloutBatch, batch_number: int) -> Prepar
         rollouts.num_grader_failures,
         next(iter(rollouts.grader_messages), ""),
     )
+
+
+class UpdateWork(NamedTuple):
+    """One member's rows of an update and their log-probs, on the host."""
+
+    pickled: bytes
+    logp_RT: np.ndarray
+    columns: tuple[np.ndarray | None, ...]
+
+
+def prepare_update(_: Host, work: UpdateWork) -> np.ndarray:
+    """What a loss must know of a member's whole update, [R, T]."""
+    rows = Rows(*(None if column is None else torch.from_numpy(column) for column in work.columns))  # pyright: ignore[reportArgumentType]
+    ready = method_of(work.pickled).prepare(torch.from_numpy(work.logp_RT), rows)
+    assert ready.update_NT is not None
+    return ready.update_NT.numpy()
+
+
+def to_host(logp_RT: Tensor, rows: Rows) -> tuple[np.ndarray, tuple[np.ndarray | None, ...]]:
+    """Log-probs and rows as arrays."""
+    columns = (None if column is None else column.numpy(force=True) for column in rows)
+    return logp_RT.numpy(force=True), tuple(columns)

@@ -20,7 +20,7 @@ from torch import Tensor
 from counterpoise.arena.collect import Bench, Collected
 from counterpoise.arena.member import Member
 from counterpoise.arena.optimizer import Moments, adamw_, clip_
-from counterpoise.arena.prepare import Prepared
+from counterpoise.arena.prepare import Prepared, UpdateWork, prepare_update, to_host
 from counterpoise.arena.texts import Texts, pick, stack_logp
 from counterpoise.catalogue.method import Method
 from counterpoise.trainer.update import learning_rate
@@ -88,16 +88,16 @@ def apply_update(
     stack, temperature = bench.stack, members[0].config.rollouts.temperature
     runs = [num > 0 and not member.stopped for member, num in zip(members, cut.num_S)]
     picked = texts.select(cut.row_SR)
-    rows = flat_rows(picked, whole, cut)
-    rows = prepared_rows(bench, members, runs, cut, picked, rows)
     stack.grad_SP.zero_()
     logp_SRT = stack_logp(stack, stack.weights, picked, temperature)
     is_finite = torch.isfinite(logp_SRT.detach()).flatten(1).all(1).tolist()
     runs = keep_finite(members, runs, is_finite, "the log-probs are not finite")
-    total = torch.zeros((), device=logp_SRT.device)
+    logp_NT, rows = logp_SRT.flatten(0, 1), flat_rows(picked, whole, cut)
+    rows = prepared_rows(bench, members, runs, cut, logp_NT.detach(), rows)
+    total = torch.zeros((), device=logp_NT.device)
     for method, at_M in by_method(members, runs, cut):
-        own, logp_NT = rows.select(at_M), logp_SRT.flatten(0, 1)[at_M]
-        total = total + (method.loss(logp_NT, own).loss_NT * own.scale_NT).sum()
+        own = rows.select(at_M)
+        total = total + (method.loss(logp_NT[at_M], own).loss_NT * own.scale_NT).sum()
     if total.requires_grad:
         total.backward()
     return step_members(bench, members, runs)
@@ -122,25 +122,45 @@ def prepared_rows(
     members: Sequence[Member],
     runs: Sequence[bool],
     cut: Cut,
-    picked: Texts,
+    logp_NT: Tensor,
     rows: Rows,
 ) -> Rows:
-    """Rows with what some losses must know of a member's whole update, from a forward without
-    gradient.
-    """
-    asked = [s for s, m in enumerate(members) if runs[s] and m.method.needs_update_logp]
-    if not asked:
+    """Rows with what some losses must know of a member's whole update."""
+    if not any(member.method.needs_update_logp for member in members):
         return rows
-    with torch.no_grad():
-        temperature = members[0].config.rollouts.temperature
-        logp_SRT = stack_logp(bench.stack, bench.stack.weights, picked, temperature)
     update_NT = torch.zeros_like(rows.credit_NT)
-    for s in asked:
-        at_R = member_rows(cut, s)
-        own = members[s].method.prepare(logp_SRT[s, : cut.num_S[s]], rows.select(at_R))
-        assert own.update_NT is not None
-        update_NT[at_R] = own.update_NT.to(update_NT.dtype)
+    for method, at_M in by_method(members, runs, cut):
+        if not method.needs_update_logp:
+            continue
+        if method.prepares_by_prompt:  # groups of different members are different prompts
+            own = method.prepare(logp_NT[at_M], rows.select(at_M)).update_NT
+            assert own is not None
+            update_NT[at_M] = own.to(update_NT.dtype)
+        else:
+            update_NT[at_M] = prepared_one_by_one(bench, members, runs, cut, method, logp_NT, rows)
     return rows._replace(update_NT=update_NT)
+
+
+def prepared_one_by_one(
+    bench: Bench,
+    members: Sequence[Member],
+    runs: Sequence[bool],
+    cut: Cut,
+    method: Method,
+    logp_NT: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """What a loss must know of each member's update, by the crew; end to end as ``by_method``."""
+    logp, columns = to_host(logp_NT, rows)
+    works = []
+    for s, member in enumerate(members):
+        if member.method is method and runs[s]:
+            start = s * cut.row_SR.shape[1]
+            own = slice(start, start + cut.num_S[s])
+            some = tuple(None if column is None else column[own] for column in columns)
+            works.append(UpdateWork(member.pickled, logp[own], some))
+    made = np.concatenate(bench.crew.call(prepare_update, works))
+    return torch.from_numpy(made).to(rows.credit_NT)
 
 
 def member_rows(cut: Cut, member: int) -> Tensor:

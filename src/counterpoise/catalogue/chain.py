@@ -29,8 +29,9 @@ def apply_rules(
     *,
     reduce: Reduce,
     generators: Sequence[torch.Generator],
+    report: bool = True,
 ) -> Chain:
-    """Every rule on the credit that the one before it gave."""
+    """Every rule on the credit that the one before it gave; numbers only with ``report``."""
     metrics, after = {}, []
     for rule, state, generator in zip(rules, states, generators, strict=True):
         before_NT, memory = credit_NT, () if rule.init is None else (state,)
@@ -38,7 +39,8 @@ def apply_rules(
         credit_NT, new_state = out if memory else (out, None)
         after.append(new_state)
         credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
-        metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, new_state, reduce)
+        if report:
+            metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, new_state, reduce)
     return Chain(credit_NT, after, metrics)
 
 

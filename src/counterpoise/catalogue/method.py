@@ -121,6 +121,13 @@ class Method:
         return any(term.prepare for term in self.terms)
 
     @property
+    def prepares_by_prompt(self) -> bool:
+        """Whether ``prepare`` takes an update prompt by prompt, so that more prompts change
+        nothing.
+        """
+        return all(term.has("prepares_by_prompt") for term in self.terms if term.prepare)
+
+    @property
     def needs_groups(self) -> bool:
         """Whether some stage compares a prompt's rollouts, so that one per prompt is an error."""
         return any(stage.has("needs_groups") for stage in self.stages)
@@ -189,6 +196,7 @@ class Method:
         reduce: Reduce = LOCAL,
         seed: int = 0,
         batch_number: int = 0,
+        report: bool = True,
     ) -> Credit:
         """Credit of every token: the advantage, then the chain of rules.
 
@@ -196,7 +204,8 @@ class Method:
             batch: the whole batch (of this rank), before any cut.
             state: what the last call returned, None at the start.
             reduce: pools statistics over ranks (``counterpoise.over_ranks()``).
-            seed, batch: rules that draw at random derive their generator from them.
+            seed, batch_number: rules that draw at random derive their generator from them.
+            report: False leaves out the numbers of the rules (``Credit.metrics``), which cost time.
         """
         self._check_columns(batch)
         batch = self.see(batch)
@@ -224,6 +233,7 @@ class Method:
             generators=[
                 seeded_generator(seed, batch_number, f"credit/{k}") for k in range(len(self.rules))
             ],
+            report=report,
         )
         return Credit(
             advantage_N=advantage_N,

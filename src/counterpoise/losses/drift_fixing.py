@@ -89,7 +89,7 @@ def _update_weight(
     return weight_N[:, None].expand_as(rows.mask_NT)
 
 
-@token_loss(prepare=_update_weight)
+@token_loss(prepare=_update_weight, prepares_by_prompt=True)
 def dfpo(
     trainer_logp_NT: Tensor,
     rows: Rows,

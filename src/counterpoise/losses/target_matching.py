@@ -47,7 +47,7 @@ def _update_pull(update_logp_NT: Tensor, rows: Rows, *, temperature: float) -> T
     return pull_N[:, None].expand_as(rows.mask_NT)
 
 
-@token_loss(prepare=_update_pull)
+@token_loss(prepare=_update_pull, prepares_by_prompt=True)
 def target(trainer_logp_NT: Tensor, rows: Rows, *, temperature: float = 1.0) -> Parts:
     """L = -sg(q_i - p_i) logp, whose gradient is exactly that of the group's cross-entropy -sum_i
     q_i log p_i.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.stage import Columns, Function, Stage
+from counterpoise.stage import Columns, Fact, Function, Stage
 from counterpoise.types import Rows, TokenLoss
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -29,7 +29,11 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_loss(
-    fn: Callable[..., Parts] | None = None, *, prepare: Function | None = None, needs: Columns = ()
+    fn: Callable[..., Parts] | None = None,
+    *,
+    prepare: Function | None = None,
+    needs: Columns = (),
+    **facts: Fact,
 ) -> Any:
     """Turn ``fn`` into a loss: padding is zeroed before and after, and ``coef_NT`` is taken by
     differentiating ``fn`` itself.
@@ -58,7 +62,7 @@ def token_loss(
     -6.0
     """
     if fn is None:
-        return functools.partial(token_loss, prepare=prepare, needs=needs)
+        return functools.partial(token_loss, prepare=prepare, needs=needs, **facts)
     before = None if prepare is None else _complete(prepare, fn)
 
     @functools.wraps(fn)
@@ -76,7 +80,7 @@ def token_loss(
             coef_NT=coef_NT,
         )
 
-    return Stage(loss, columns=needs, prepare=before)
+    return Stage(loss, columns=needs, prepare=before, facts=facts)
 
 
 def log_ratio(trainer_logp_NT: Tensor, rows: Rows) -> Tensor:
