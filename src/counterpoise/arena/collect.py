@@ -12,28 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.arena.crew import Crew, Job, Questions, Stretch, judge
+from counterpoise.arena.crew import Crew, Job, Questions, Shelf, Stretch
 from counterpoise.arena.member import Member
 from counterpoise.arena.optimizer import Moments
-from counterpoise.arena.prepare import (
-    NOTHING,
-    Prepared,
-    Work,
-    prepare,
-    prepare_sampled,
-    settings_of,
-)
+from counterpoise.arena.prepare import NOTHING, Prepared, Work, prepare_sampled, settings_of
 from counterpoise.arena.sampling import StackSampler
 from counterpoise.arena.stack import Stack, restructure
-from counterpoise.arena.texts import Texts, stack_logp, texts_of
+from counterpoise.arena.texts import Asked, Texts, pad_questions, stack_logp, texts_of
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.sampling import SAMPLED
 from counterpoise.sampling.draw import uniforms
 from counterpoise.sampling.slots import Columns, Settings
-from counterpoise.types import RolloutBatch, TokenBatch
 
 TOPK = 20  # candidates per token where a method reads them, as ``sample`` takes them
-GIVEN = frozenset({"entropy_NT"})  # optional columns that every batch has
 
 
 class Collected(NamedTuple):
@@ -61,16 +52,13 @@ def collect_stack(bench: Bench, members: Sequence[Member], batch_number: int) ->
     """Sample, grade, assign credit and plan for every member."""
     rollouts = members[0].config.rollouts
     questions = bench.crew.questions(stretches(members))
-    columns = sample_stack(bench, members, questions, batch_number)
+    asked = pad_questions([q.prompt_ids for q in questions], bench.stack.theta_SP.device)
+    columns = sample_stack(bench, members, asked, batch_number)
     ahead = [s._replace(start=s.start + rollouts.prompts) for s in stretches(members)]
     bench.crew.expect(ahead)
-    works = works_of(columns, members, questions, batch_number)
-    stop_diverged(members, works)
-    plain = [s for s, member in enumerate(members) if is_plain(member) and not member.stopped]
-    prepared = dict(zip(plain, bench.crew.call(prepare_sampled, [works[s] for s in plain])))
     shape = len(members), rollouts.prompts * rollouts.group_size
     texts = texts_of(
-        [question.prompt_ids for question in questions],
+        asked,
         rollouts.group_size,
         *(
             column[:-1].unflatten(0, shape)
@@ -78,8 +66,11 @@ def collect_stack(bench: Bench, members: Sequence[Member], batch_number: int) ->
         ),
     )
     texts = with_reference(bench, members, texts)
-    if len(plain) < sum(not member.stopped for member in members):
-        prepared |= prepare_on_device(bench, members, columns, works, texts)
+    more = shelved_columns(bench, members, columns, texts)
+    works = works_of(columns, members, questions, more, batch_number)
+    stop_diverged(members, works)
+    runs = [s for s, member in enumerate(members) if not member.stopped]
+    prepared = dict(zip(runs, bench.crew.call(prepare_sampled, [works[s] for s in runs])))
     return Collected(texts, [prepared.get(s, NOTHING) for s in range(len(members))])
 
 
@@ -90,18 +81,13 @@ def stop_diverged(members: Sequence[Member], works: Sequence[Work]) -> None:
             member.stopped = "the model's logits are not finite"
 
 
-def is_plain(member: Member) -> bool:
-    """Whether credit needs no more than what sampling and grading give."""
-    return member.method.needs <= GIVEN
-
-
 def stretches(members: Sequence[Member]) -> list[Stretch]:
     """The prompts of each member's next batch."""
     return [Stretch("train", m.seed, m.num_prompts, m.config.rollouts.prompts) for m in members]
 
 
 def sample_stack(
-    bench: Bench, members: Sequence[Member], questions: Sequence[Questions], batch_number: int
+    bench: Bench, members: Sequence[Member], asked: Asked, batch_number: int
 ) -> Columns:
     """Rollouts of all members; the columns are the sampler's own."""
     rollouts = members[0].config.rollouts
@@ -120,20 +106,24 @@ def sample_stack(
     seeds = [derived_seed(member.seed, batch_number, "rollouts/0") for member in members]
     num, device = rollouts.prompts * rollouts.group_size, bench.stack.theta_SP.device
     uniform_BT = member_uniforms(seeds, num, settings.max_new_tokens, device)
-    prompts = [question.prompt_ids for question in questions]
-    return bench.sampler.fill(prompts, rollouts.group_size, uniform_BT, settings)
+    return bench.sampler.fill(asked, rollouts.group_size, uniform_BT, settings)
 
 
 def member_uniforms(
     seeds: Sequence[int], num_rows: int, num_tokens: int, device: torch.device
 ) -> Tensor:
     """Every row's random stream, members one after the other, [S * N, T]."""
-    per_row = [seed for seed in seeds for _ in range(num_rows)]
-    return uniforms(per_row, list(range(num_rows)) * len(seeds), num_tokens, device)
+    seed_B = torch.tensor(seeds, device=device).repeat_interleave(num_rows)
+    row_B = torch.arange(num_rows, device=device).repeat(len(seeds))
+    return uniforms(seed_B, row_B, num_tokens)
 
 
 def works_of(
-    columns: Columns, members: Sequence[Member], questions: Sequence[Questions], batch_number: int
+    columns: Columns,
+    members: Sequence[Member],
+    questions: Sequence[Questions],
+    more: Sequence[dict[str, Tensor | Shelf]],
+    batch_number: int,
 ) -> list[Work]:
     """Each member's rows on the host, as wide as its own longest; all cross over at once."""
     length_B = columns.length_N[:-1].cpu().numpy()
@@ -159,62 +149,31 @@ def works_of(
         where = f"batch {batch_number}"
         job = Job(question.prompts, group_N, ids_NT, length_B[rows], where)
         settings = settings_of(member, batch_number)
-        works.append(Work(member.pickled, settings, job, logp_NT, entropy_NT))
+        works.append(Work(member.pickled, settings, job, logp_NT, entropy_NT, more[s]))
     return works
 
 
-def prepare_on_device(
-    bench: Bench, members: Sequence[Member], columns: Columns, works: Sequence[Work], texts: Texts
-) -> dict[int, Prepared]:
-    """Members whose credit reads columns that are large or need a forward of their own."""
-    asked = [s for s, m in enumerate(members) if not is_plain(m) and not m.stopped]
-    grades = bench.crew.call(judge, [works[s].job for s in asked])
-    measured = measure_columns(bench, members, columns, texts, works)
-    prepared = {}
-    for s, grade in zip(asked, grades):
-        batch = device_batch(members[s], works[s], texts, s, grade.reward).replace(**measured[s])
-        rollouts = RolloutBatch(
-            works[s].job.prompts, [], [], [], batch, grade.num_faults, grade.messages
-        )
-        prepared[s] = prepare(members[s].method, works[s].settings, rollouts)
-    return prepared
-
-
-def device_batch(
-    member: Member, work: Work, texts: Texts, s: int, reward: Sequence[float]
-) -> TokenBatch:
-    """One member's batch where the stack lives, as wide as its own longest row."""
-    width, device = work.job.token_ids_NT.shape[1], texts.mask_SNT.device
-    return TokenBatch(
-        token_ids_NT=texts.response_SNT[s, :, :width],
-        mask_NT=texts.mask_SNT[s, :, :width],
-        group_N=torch.from_numpy(work.job.group_N).to(device),
-        reward_N=torch.tensor(reward, dtype=torch.float32, device=device),
-        sampler_logp_NT=texts.sampler_logp_SNT[s, :, :width],
-        entropy_NT=torch.from_numpy(work.entropy_NT).to(device),
-        max_length=member.config.rollouts.max_new_tokens,
-        success=member.config.task.get("success"),
-    )
-
-
 @torch.no_grad()
-def measure_columns(
-    bench: Bench, members: Sequence[Member], columns: Columns, texts: Texts, works: Sequence[Work]
-) -> list[dict[str, Tensor]]:
-    """The columns that each member's method needs besides those that every batch has."""
+def shelved_columns(
+    bench: Bench, members: Sequence[Member], columns: Columns, texts: Texts
+) -> list[dict[str, Tensor | Shelf]]:
+    """The columns that each member's method reads besides those that every batch has."""
+    needs = frozenset().union(*(member.method.needs for member in members))
     num, temperature = texts.mask_SNT.shape[1], members[0].config.rollouts.temperature
-    whole = {"ref_logp_NT": texts.ref_logp_SNT}
-    if any("trainer_logp_NT" in member.method.needs for member in members):
+    whole = {name: getattr(columns, name)[:-1] for name in SAMPLED & needs}
+    if "trainer_logp_NT" in needs:
         own = restructure(bench.stack, bench.stack.theta_SP)
-        whole["trainer_logp_NT"] = stack_logp(bench.stack, own, texts, temperature)
-    out: list[dict[str, Tensor]] = []
-    for s, (member, work) in enumerate(zip(members, works)):
-        width, rows = work.job.token_ids_NT.shape[1], slice(s * num, (s + 1) * num)
-        mask_NT1, needs = texts.mask_SNT[s, :, :width, None], member.method.needs
-        own = {name: getattr(columns, name)[rows, :width] * mask_NT1 for name in SAMPLED & needs}
-        own |= {n: c[s, :, :width] for n, c in whole.items() if n in needs and c is not None}
-        own |= {"head_VD": bench.stack.head_VD(s)} if "head_VD" in needs else {}
-        out.append({n: c.float() if c.is_floating_point() else c for n, c in own.items()})
+        logp_SNT = stack_logp(bench.stack, own, texts, temperature)
+        whole["trainer_logp_NT"] = logp_SNT.flatten(0, 1)
+    if texts.ref_logp_SNT is not None:
+        whole["ref_logp_NT"] = texts.ref_logp_SNT.flatten(0, 1)
+    shelves = {name: bench.crew.shelve(name, column) for name, column in whole.items()}
+    out = []
+    for s, member in enumerate(members):
+        rows = slice(s * num, (s + 1) * num)
+        asked = {name: at(rows) for name, at in shelves.items() if name in member.method.needs}
+        head = {"head_VD": bench.stack.head_VD(s).cpu()} if "head_VD" in needs else {}
+        out.append(asked | head)
     return out
 
 

@@ -8,15 +8,21 @@ Axes: N rollouts of a member, T response tokens.
 
 from __future__ import annotations
 
+import functools
+import math
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Grades, Task
@@ -51,6 +57,23 @@ class Job(NamedTuple):
     token_ids_NT: np.ndarray
     length_N: np.ndarray
     where: str
+
+
+class Shelf(NamedTuple):
+    """Rows of a large tensor in shared memory, which worker processes read in place."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: slice
+
+    def load(self) -> Tensor:
+        return _mapping(self.path, self.dtype, self.shape)[self.rows]
+
+
+@functools.lru_cache(maxsize=8)
+def _mapping(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 class Host(NamedTuple):
@@ -93,13 +116,15 @@ class Crew:
     def __init__(self, policy: Policy, task: Task, config: Config, num_workers: int = 0) -> None:
         global _HOST
         _HOST = self.host = Host(policy._replace(model=None), task, config)  # pyright: ignore[reportArgumentType]
-        self.pool = None
+        self.pool, self.folder = None, ""
         self.ahead: dict[Stretch, Future[Questions]] = {}
         self.known: dict[Stretch, Questions] = {}
         if num_workers and getattr(task, "is_trusted", False):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             context = multiprocessing.get_context("fork")
             self.pool = ProcessPoolExecutor(num_workers, context, _start)
+            memory = Path("/dev/shm")
+            self.folder = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
             list(self.pool.map(int, range(4 * num_workers)))  # all forks are made now
 
     def call(self, work: Callable[[Host, Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -126,9 +151,20 @@ class Crew:
             self.known[stretch] = ask(self.host, stretch) if coming is None else coming.result()
         return [self.known[stretch] for stretch in stretches]
 
+    def shelve(self, name: str, column: Tensor) -> Callable[[slice], Shelf | Tensor]:
+        """Where the work finds rows of a large column: in shared memory for workers."""
+        if self.pool is None:
+            return lambda rows: column[rows]
+        path, shape = str(Path(self.folder) / name), tuple(column.shape)
+        kept = _mapping(path, column.dtype, shape)
+        kept.copy_(column)
+        return lambda rows: Shelf(path, column.dtype, shape, rows)
+
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
+            _mapping.cache_clear()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _HOST: Host | None = None  # a fork of the process inherits it

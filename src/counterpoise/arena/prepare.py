@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.arena.crew import Host, Job, judge
+from counterpoise.arena.crew import Host, Job, Shelf, judge
 from counterpoise.arena.member import Member
 from counterpoise.catalogue.method import Method
 from counterpoise.trainer.warn import said_by_us
@@ -70,6 +70,7 @@ class Work(NamedTuple):
     job: Job
     sampler_logp_NT: np.ndarray
     entropy_NT: np.ndarray
+    columns: dict[str, Tensor | Shelf]
 
 
 def settings_of(member: Member, batch_number: int) -> Settings:
@@ -100,8 +101,19 @@ def prepare_sampled(host: Host, work: Work) -> Prepared:
         max_length=settings.max_length,
         success=settings.success,
     )
+    batch = batch.replace(**{n: own_column(c, batch.mask_NT) for n, c in work.columns.items()})
     rollouts = RolloutBatch(job.prompts, [], [], [], batch, grades.num_faults, grades.messages)
     return prepare(method_of(work.pickled), settings, rollouts)
+
+
+def own_column(column: Tensor | Shelf, mask_NT: Tensor) -> Tensor:
+    """A column as rules read it: as wide as the batch, 0 on padding, float32."""
+    column = column.load() if isinstance(column, Shelf) else column
+    column = column.float() if column.is_floating_point() else column
+    if column.dim() < 2 or column.shape[0] != len(mask_NT):  # the head's weight
+        return column
+    own = column[:, : mask_NT.shape[1]]
+    return own * mask_NT.view(*mask_NT.shape, *[1] * (own.dim() - 2))
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,6 @@ Axes: S members, N rows of a member, T response tokens, P prompts of a member, W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from counterpoise.arena.forward import decode, hidden_states
 from counterpoise.arena.stack import Stack, restructure
+from counterpoise.arena.texts import Asked
 from counterpoise.sampling.decoder import Weights
 from counterpoise.sampling.draw import argmax, candidates, draw, truncate
 from counterpoise.sampling.slots import Columns, Settings, Slots, record
@@ -62,11 +62,7 @@ class StackSampler:
 
     @torch.no_grad()
     def fill(
-        self,
-        prompts_SP: Sequence[Sequence[Sequence[int]]],
-        group_size: int,
-        uniform_BT: Tensor,
-        settings: Settings,
+        self, asked: Asked, group_size: int, uniform_BT: Tensor, settings: Settings
     ) -> Columns:
         """Sample ``group_size`` answers to every prompt of every member.
 
@@ -75,12 +71,10 @@ class StackSampler:
         """
         if self.buffer_SP is not self.stack.theta_SP:
             self.buffer_SP.copy_(self.stack.theta_SP)
-        num_members, num_prompts = len(prompts_SP), len(prompts_SP[0])
-        width = max(len(prompt) for prompts in prompts_SP for prompt in prompts)
-        num_rows = num_members * num_prompts * group_size
-        length = -(-(width + settings.max_new_tokens) // GRAIN) * GRAIN
+        num_rows = asked.length_SP.numel() * group_size
+        length = -(-(asked.ids_SPW.shape[2] + settings.max_new_tokens) // GRAIN) * GRAIN
         lane = self._lane(num_rows, length, settings)
-        self._admit(lane, prompts_SP, width, group_size, uniform_BT)
+        self._admit(lane, asked, group_size, uniform_BT)
         for step in range(settings.max_new_tokens):
             self._step(lane, settings)
             if (lane.keys.device.type == "cpu" or step % STEPS == STEPS - 1) and not bool(
@@ -116,19 +110,10 @@ class StackSampler:
         made = (torch.zeros(s, dtype=d, device=device) for s, d in zip(sizes, dtypes))
         return Lane(slots, Columns(*made), keys, values, [])
 
-    def _admit(
-        self,
-        lane: Lane,
-        prompts_SP: Sequence[Sequence[Sequence[int]]],
-        width: int,
-        group_size: int,
-        uniform_BT: Tensor,
-    ) -> None:
+    def _admit(self, lane: Lane, asked: Asked, group_size: int, uniform_BT: Tensor) -> None:
         """Read every prompt once and give each of its rows a copy of its cache."""
-        device = lane.keys.device
-        padded = [[[*ids, *[0] * (width - len(ids))] for ids in row] for row in prompts_SP]
-        ids_SPW = torch.tensor(padded, device=device)
-        length_Q = torch.tensor([len(ids) for row in prompts_SP for ids in row], device=device)
+        device, ids_SPW, length_Q = lane.keys.device, asked.ids_SPW, asked.length_SP.flatten()
+        width = ids_SPW.shape[2]
         cache: list[tuple[Tensor, Tensor]] = []
         stack = self.stack
         hidden_states(self.weights, stack.shape, ids_SPW, stack.cos_LC, stack.sin_LC, cache)

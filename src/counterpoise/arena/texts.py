@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -46,12 +47,25 @@ def pick(column_SN: Tensor, row_SR: Tensor) -> Tensor:
     return column_SN[member_S1, row_SR]
 
 
+class Asked(NamedTuple):
+    """The prompts of all members, right-padded, and their lengths."""
+
+    ids_SPW: Tensor
+    length_SP: Tensor
+
+
+def pad_questions(prompts_SP: Sequence[Sequence[Sequence[int]]], device: torch.device) -> Asked:
+    """Prompts of all members as one tensor; every member has as many."""
+    length_SP = np.array([[len(ids) for ids in prompts] for prompts in prompts_SP])
+    ids_SPW = np.zeros((*length_SP.shape, length_SP.max()), np.int64)
+    for s, prompts in enumerate(prompts_SP):
+        for p, ids in enumerate(prompts):
+            ids_SPW[s, p, : len(ids)] = ids
+    return Asked(*(torch.from_numpy(column).to(device) for column in (ids_SPW, length_SP)))
+
+
 def texts_of(
-    prompts_SP: Sequence[Sequence[Sequence[int]]],
-    group_size: int,
-    response_SNT: Tensor,
-    length_SN: Tensor,
-    sampler_logp_SNT: Tensor,
+    asked: Asked, group_size: int, response_SNT: Tensor, length_SN: Tensor, sampler_logp_SNT: Tensor
 ) -> Texts:
     """Responses behind their prompts: row ``p * group_size + g`` of a member answers its prompt
     p.
@@ -60,12 +74,8 @@ def texts_of(
     width = int(length_SN.max())
     mask_SNT = torch.arange(width, device=device) < length_SN[..., None]
     response_SNT = response_SNT[..., :width] * mask_SNT
-    lengths = [[len(ids) for ids in prompts] for prompts in prompts_SP]
-    longest = max(map(max, lengths))
-    padded = [[[*ids, *[0] * (longest - len(ids))] for ids in prompts] for prompts in prompts_SP]
-    prompt_SPL = pad(torch.tensor(padded, device=device), (0, width))
-    start_SN = torch.tensor(lengths, device=device).repeat_interleave(group_size, 1)
-    ids_SNL = prompt_SPL.repeat_interleave(group_size, 1)
+    start_SN = asked.length_SP.repeat_interleave(group_size, 1)
+    ids_SNL = pad(asked.ids_SPW, (0, width)).repeat_interleave(group_size, 1)
     at_SNT = start_SN[..., None] + torch.arange(width, device=device)
     ids_SNL.scatter_(2, at_SNT, response_SNT)
     logp_SNT = torch.where(mask_SNT, sampler_logp_SNT[..., :width], 0)

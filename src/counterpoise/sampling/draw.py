@@ -23,9 +23,7 @@ class Draw(NamedTuple):
     entropy_N: Tensor
 
 
-def uniforms(
-    seed: int | Sequence[int], streams: Sequence[int], num: int, device: torch.device | str = "cpu"
-) -> Tensor:
+def uniforms(seed: int | Tensor, streams: Sequence[int] | Tensor, num: int) -> Tensor:
     """Numbers in [0, 1), ``[len(streams), num]`` float64; row i depends on ``(seed, streams[i])``
     alone.
 
@@ -38,15 +36,15 @@ def uniforms(
     >>> bool((uniforms(0, [7, 3], 4)[1] == uniforms(0, [3], 2000)[0, :4]).all())
     True
     """
-    seeds = [seed] * len(streams) if isinstance(seed, int) else seed
-    seed_N, stream_N = (_words(column, device) for column in (seeds, streams))
+    stream_N = streams if isinstance(streams, Tensor) else _words(streams)
+    seed_N = seed if isinstance(seed, Tensor) else _words([seed]).expand_as(stream_N)
     return ((philox(seed_N, stream_N, num) >> 11) & (1 << 53) - 1).double() * 2.0**-53
 
 
-def _words(values: Sequence[int], device: torch.device | str) -> Tensor:
+def _words(values: Sequence[int]) -> Tensor:
     """Whole numbers modulo 2^64, as the int64 with the same bits."""
     bits = [value & (1 << 64) - 1 for value in values]
-    return torch.from_numpy(np.array(bits, np.uint64).view(np.int64)).to(device)
+    return torch.from_numpy(np.array(bits, np.uint64).view(np.int64))
 
 
 def philox(key0_N: Tensor, key1_N: Tensor, num: int) -> Tensor:
