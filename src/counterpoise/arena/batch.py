@@ -36,6 +36,8 @@ def train_batch(bench: Bench, members: Sequence[Member], batch_number: int) -> O
     collected = collect_stack(bench, members, batch_number)
     norms = apply_updates(bench, members, collected)
     for member, prepared in zip(members, collected.prepared):
-        member.state = prepared.state
-        member.num_prompts += member.config.rollouts.prompts
+        if not member.stopped:
+            member.state = prepared.state
+            member.num_prompts += member.config.rollouts.prompts
+            member.rewards.append(float(prepared.reward_N.mean()))
     return Outcome(collected, norms)

@@ -21,6 +21,7 @@ class Member:
         state: the method's state after the last batch.
         num_prompts: prompts taken from the stream so far.
         num_updates: updates so far.
+        rewards: mean reward of each batch since the last evaluation.
         stopped: why this run ended early, in one line; empty while it runs.
     """
 
@@ -29,6 +30,7 @@ class Member:
     state: dict[str, Any] | None = None
     num_prompts: int = 0
     num_updates: int = 0
+    rewards: list[float] = dataclasses.field(default_factory=list)
     stopped: str = ""
 
     @functools.cached_property

@@ -28,6 +28,7 @@ class Evaluation(NamedTuple):
     accuracy: Interval
     pass_at: dict[int, float]
     mean_length: float
+    mean_entropy: float
     texts: list[list[str]]
     num_grader_failures: int
     grader_messages: list[str]
@@ -75,6 +76,7 @@ def evaluate(
         accuracy=over_prompts(reward_PK.mean(1), seed),
         pass_at={k: pass_at_k(reward_PK >= config.success, k) for k in powers_of_two(samples)},
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
+        mean_entropy=float(rollouts.entropy_NT.sum() / rollouts.mask_NT.sum()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
         num_grader_failures=graded.num_faults,
         grader_messages=graded.messages,

@@ -1,0 +1,53 @@
+"""How far an arena is: runs done, time left."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+
+from counterpoise.text import visible
+
+EVERY_S = 10.0  # seconds between two lines
+
+
+class Live:
+    """A line now and then; nothing if ``quiet``."""
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.console, self.quiet = console or Console(stderr=True), quiet
+        self.begin("", 0, 0)
+
+    def begin(self, phase: str, num_runs: int, num_steps: int) -> None:
+        """A phase of so many runs, and batches of all of them together."""
+        self.phase, self.num_runs, self.num_steps = phase, num_runs, num_steps
+        self.runs = self.steps = self.skipped = 0
+        self.start = self.last = time.monotonic()
+        if num_runs:
+            self.say(f"{phase}: {num_runs} runs")
+
+    def step(self, num: int) -> None:
+        """So many batches are behind us, counted per run."""
+        self.steps += num
+        if time.monotonic() - self.last > EVERY_S:
+            self.last = time.monotonic()
+            self.say(self.line())
+
+    def finish(self, num: int) -> None:
+        """So many runs are."""
+        self.runs += num
+
+    def line(self) -> str:
+        """``final: 12 of 96 runs, 34% of the batches, 5 min left``"""
+        share = self.steps / max(1, self.num_steps)
+        spent = time.monotonic() - self.start
+        left = spent / share - spent if share else 0.0
+        text = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
+        return (
+            f"{self.phase}: {self.runs} of {self.num_runs} runs, {share:.0%} of the batches,"
+            f" {text} left"
+        )
+
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            print(visible(line), file=self.console.file, flush=True)

@@ -1,0 +1,263 @@
+"""Run a design: is each method active, which rate suits it, how does it end; then the page.
+
+Everything is in the folder: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from counterpoise.arena import keep
+from counterpoise.arena.activity import cosines
+from counterpoise.arena.batch import bench_of, train_batch
+from counterpoise.arena.collect import Bench
+from counterpoise.arena.crew import Crew
+from counterpoise.arena.design import Design
+from counterpoise.arena.evaluate import evaluate_stack
+from counterpoise.arena.live import Live
+from counterpoise.arena.member import Member
+from counterpoise.arena.outcomes import tuned_rates
+from counterpoise.arena.results import Run, append_result, finished, read_results
+from counterpoise.arena.runs import config_of, final_runs, shape_of, stacks, tuning_runs
+from counterpoise.arena.serial import train_alone
+from counterpoise.arena.stack import stack_of, why_not_stackable
+from counterpoise.catalogue.method import Method
+from counterpoise.catalogue.registry import method as make_method
+from counterpoise.policy import Policy, load_model
+from counterpoise.run.files import write_json
+from counterpoise.tasks import task as make_task
+from counterpoise.trainer.collect import check_prompts
+from counterpoise.trainer.config import Config
+from counterpoise.trainer.loop import device_of
+
+KEEP_S = 60.0  # seconds between two saved states of a stack
+MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
+BATCHES = 10  # batches of the control's way on which activity is measured
+
+
+class Arena(NamedTuple):
+    """What all stacks of a design share."""
+
+    design: Design
+    out: Path
+    policy: Policy
+    crew: Crew
+    methods: dict[str, Method]
+    size: int
+    live: Live
+
+
+def race(
+    design: Design,
+    out: Path,
+    live: Live,
+    *,
+    size: int | None = None,
+    num_workers: int | None = None,
+) -> None:
+    """Every run of the design that has no result yet."""
+    config = config_of(design, Run(design.control, design.rates[0], design.seeds[0]))
+    with opened(design, out, config, live, size, num_workers) as arena:
+        if why_alone(arena, config):
+            live.say(f"runs one after the other: {why_alone(arena, config)}")
+        elif not (out / "activity.json").is_file():
+            write_json(out / "activity.json", activity(arena))
+        run_all(arena, "tuning", tuning_runs(design))
+        rates = tuned_rates(design, read_results(out))
+        run_all(arena, "final", final_runs(design, rates))
+
+
+@contextmanager
+def opened(
+    design: Design,
+    out: Path,
+    config: Config,
+    live: Live,
+    size: int | None,
+    num_workers: int | None,
+) -> Iterator[Arena]:
+    """Task, workers, model: checked before the first run."""
+    device, task = device_of(config), make_task(**config.task)
+    spare = max(1, (os.cpu_count() or 1) - 2) if device.type == "cuda" else 0
+    # the tokenizer first: workers are forked before the accelerator is used
+    policy = load_model(config.model)
+    crew = Crew(policy, task, config, spare if num_workers is None else num_workers)
+    try:
+        check_prompts(policy, task, config)
+        policy.model.to(device)
+        methods = {}
+        for arm in design.arms:
+            own = config_of(design, Run(arm.name, design.rates[0], design.seeds[0]))
+            methods[arm.name] = checked_method(own)
+        members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
+        yield Arena(design, out, policy, crew, methods, members, live)
+    finally:
+        crew.close()
+
+
+def checked_method(config: Config) -> Method:
+    """The method of an arm; one that does not fit the recipe is an error before anything runs."""
+    method, rollouts = make_method(**config.method), config.rollouts
+    method.check_group_size(rollouts.group_size, "rollouts.group_size is 1.")
+    updates = config.optimizer.updates_per_batch
+    method.check_plan(rollouts.prompts, rollouts.group_size, updates)
+    return method
+
+
+def why_alone(arena: Arena, config: Config) -> str:
+    """Why runs of this recipe cannot share a stack; empty if they can."""
+    if config.lora:
+        return "adapters"
+    if config.dtype == "bfloat16":
+        return "weights in bfloat16"
+    return why_not_stackable(arena.policy.model) or ""
+
+
+def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
+    """Train and evaluate these runs, stack by stack; those with a method that samples more, and
+    those of models that cannot be stacked, one after the other.
+    """
+    last = arena.design.last
+    arena.live.begin(phase, len(runs), len(runs) * last)
+    for some in stacks(arena.design, runs, arena.size):
+        ended = finished(read_results(arena.out), last)
+        alone = [run for run in some if is_alone(arena, run)]
+        together = [run for run in some if run not in alone]
+        for part in (*([run] for run in alone), together):
+            if set(part) <= ended:
+                arena.live.step(len(part) * last)
+                arena.live.finish(len(part))
+            elif part == together:
+                train_stack(arena, part)
+            else:
+                train_alone(arena.design, arena.out, part[0], arena.live)
+
+
+def is_alone(arena: Arena, run: Run) -> bool:
+    config = config_of(arena.design, run)
+    return bool(why_alone(arena, config) or arena.methods[run.arm].collectors)
+
+
+def train_stack(arena: Arena, runs: list[Run]) -> None:
+    """Train runs side by side to the end; out of memory, as two stacks one after the other."""
+    folder = keep.folder_of(arena.out, runs)
+    try:
+        train_members(arena, runs, folder)
+    except torch.OutOfMemoryError:
+        if len(runs) == 1:
+            raise
+        middle = len(runs) // 2
+        arena.live.say(f"no memory for {len(runs)} members at once: {middle} at a time")
+    else:
+        keep.drop(folder)
+        return
+    torch.cuda.empty_cache()
+    halves = [(runs[:middle], slice(0, middle)), (runs[middle:], slice(middle, None))]
+    keep.cut_kept(folder, [(keep.folder_of(arena.out, some), rows) for some, rows in halves])
+    for some, _ in halves:
+        train_stack(arena, some)
+
+
+def train_members(arena: Arena, runs: Sequence[Run], folder: Path) -> None:
+    """The batches and evaluations of one stack; a member that stops rides along and learns no
+    more.
+    """
+    design, saved = arena.design, time.monotonic()
+    members = [Member(config_of(design, run), arena.methods[run.arm]) for run in runs]
+    bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
+    kept = keep.read_kept(folder)
+    start = keep.restore(kept, bench, members) if kept else 0
+    arena.live.step(start * len(runs))
+    for batch_number in range(start, design.last + 1):
+        if batch_number in design.evaluations:
+            evaluate(arena, bench, runs, members, batch_number)
+        if batch_number == design.last:
+            break
+        train_members_once(arena, bench, runs, members, batch_number)
+        if time.monotonic() - saved > KEEP_S:
+            keep.keep(folder, bench, members, batch_number + 1)
+            saved = time.monotonic()
+    arena.live.finish(len(runs))
+
+
+def train_members_once(
+    arena: Arena, bench: Bench, runs: Sequence[Run], members: Sequence[Member], batch_number: int
+) -> None:
+    """One batch; a member that stops in it is reported."""
+    before = [member.stopped for member in members]
+    train_batch(bench, members, batch_number)
+    for run, member, was in zip(runs, members, before):
+        if member.stopped and not was:
+            write_stop(arena, run, batch_number, member.stopped)
+    arena.live.step(len(members))
+
+
+def write_stop(arena: Arena, run: Run, batch_number: int, reason: str) -> None:
+    append_result(arena.out, {**run._asdict(), "batch": batch_number, "stopped": reason})
+    arena.live.say(f"{run.arm}, rate {run.lr:g}, seed {run.seed} stopped: {reason}")
+
+
+def evaluate(
+    arena: Arena, bench: Bench, runs: Sequence[Run], members: Sequence[Member], batch_number: int
+) -> None:
+    """Evaluate the members that run; one line of results each."""
+    if all(member.stopped for member in members):
+        return
+    settings = arena.design.eval
+    scores = evaluate_stack(bench, members, settings["prompts"], settings["samples"])
+    for run, member, score in zip(runs, members, scores):
+        if not member.stopped:
+            mean = sum(member.rewards) / len(member.rewards) if member.rewards else None
+            row = {**run._asdict(), "batch": batch_number, **score, "train_reward": mean}
+            append_result(arena.out, {**row, "num_updates": member.num_updates})
+        member.rewards = []
+
+
+def activity(arena: Arena) -> dict[str, Any]:
+    """Cosines of every arm with its control, for those that can share a stack with it."""
+    design, arms = arena.design, {}
+    pairs = [(arm.name, design.control_of(arm.name)) for arm in design.arms if not arm.repeats]
+    pairs = [(name, control) for name, control in pairs if control is not None]
+    seeds, num = design.tuning_seeds or design.seeds[:1], min(BATCHES, max(1, design.last))
+    arena.live.begin("activity", len(seeds), len(seeds) * num * len(pairs))
+    for control in dict.fromkeys(control for _, control in pairs):
+        names = [name for name, own in pairs if own == control]
+        for name, values in arm_cosines(arena, control, names, seeds, num).items():
+            arms[name] = {"control": control, "cosine": values}
+    return {"batches": num, "seeds": list(seeds), "arms": arms}
+
+
+def arm_cosines(
+    arena: Arena, control: str, names: Sequence[str], seeds: Sequence[int], num: int
+) -> dict[str, list[float]]:
+    """The cosines of some arms with one control, over batches and seeds."""
+    design = arena.design
+    rate = design.equal_rate or sorted(design.rates)[len(design.rates) // 2]
+    together = [control, *(n for n in names if fits(arena, control, n, rate))]
+    out: dict[str, list[float]] = {name: [] for name in together[1:]}
+    for seed in seeds if out else ():
+        members = [
+            Member(config_of(design, Run(name, rate, seed)), arena.methods[name])
+            for name in together
+        ]
+        bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
+        rows = cosines(bench, members, 0, num, lambda: arena.live.step(len(names)))
+        for at, name in enumerate(together[1:], 1):
+            out[name] += [row[at] for row in rows if math.isfinite(row[at])]
+        arena.live.finish(1)
+    return out
+
+
+def fits(arena: Arena, control: str, name: str, rate: float) -> bool:
+    """Whether an arm can take its control's rollouts: the same recipe, no sampling of its own."""
+    seed = arena.design.seeds[0]
+    own, other = (config_of(arena.design, Run(arm, rate, seed)) for arm in (name, control))
+    return shape_of(own) == shape_of(other) and not arena.methods[name].collectors
