@@ -20,7 +20,7 @@ from counterpoise.arena.results import Run
 from counterpoise.run.files import remove_folder, write_folder, write_json
 from counterpoise.run.read import read_mapping
 
-COLUMNS = ("theta", "first", "second", "count")
+COLUMNS: tuple[str, ...] = ("theta", "first", "second", "count")
 
 
 class Kept(NamedTuple):
@@ -39,7 +39,7 @@ def folder_of(out: Path, runs: Sequence[Run]) -> Path:
 
 def keep(folder: Path, bench: Bench, members: Sequence[Member], batch_number: int) -> None:
     """Write the state, whole or not at all."""
-    columns = dict(zip(COLUMNS, (bench.stack.theta_SP, *bench.moments)))
+    columns: dict[str, Tensor] = dict(zip(COLUMNS, (bench.stack.theta_SP, *bench.moments)))
     write_kept(folder, Kept(batch_number, columns, [carried(member) for member in members]))
 
 

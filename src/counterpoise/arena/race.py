@@ -53,6 +53,7 @@ class Arena(NamedTuple):
     methods: dict[str, Method]
     size: int
     live: Live
+    starts: dict[str, dict[str, float]]
 
 
 def race(
@@ -77,12 +78,7 @@ def race(
 
 @contextmanager
 def opened(
-    design: Design,
-    out: Path,
-    config: Config,
-    live: Live,
-    size: int | None,
-    num_workers: int | None,
+    design: Design, out: Path, config: Config, live: Live, size: int | None, num_workers: int | None
 ) -> Iterator[Arena]:
     """Task, workers, model: checked before the first run."""
     device, task = device_of(config), make_task(**config.task)
@@ -92,13 +88,13 @@ def opened(
     crew = Crew(policy, task, config, spare if num_workers is None else num_workers)
     try:
         check_prompts(policy, task, config)
-        policy.model.to(device)
+        policy.model.to(device)  # pyright: ignore[reportArgumentType]
         methods = {}
         for arm in design.arms:
             own = config_of(design, Run(arm.name, design.rates[0], design.seeds[0]))
             methods[arm.name] = checked_method(own)
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
-        yield Arena(design, out, policy, crew, methods, members, live)
+        yield Arena(design, out, policy, crew, methods, members, live, {})
     finally:
         crew.close()
 
@@ -211,14 +207,29 @@ def evaluate(
     """Evaluate the members that run; one line of results each."""
     if all(member.stopped for member in members):
         return
-    settings = arena.design.eval
-    scores = evaluate_stack(bench, members, settings["prompts"], settings["samples"])
+    scores = scores_of(arena, bench, members, batch_number)
     for run, member, score in zip(runs, members, scores):
         if not member.stopped:
             mean = sum(member.rewards) / len(member.rewards) if member.rewards else None
             row = {**run._asdict(), "batch": batch_number, **score, "train_reward": mean}
             append_result(arena.out, {**row, "num_updates": member.num_updates})
         member.rewards = []
+
+
+def scores_of(
+    arena: Arena, bench: Bench, members: Sequence[Member], batch_number: int
+) -> list[dict[str, float]]:
+    """Every member's scores; before the first batch all have the same weights, and one does."""
+    settings = arena.design.eval
+    if batch_number or len(members) == 1:
+        return evaluate_stack(bench, members, settings["prompts"], settings["samples"])
+    shape = shape_of(members[0].config)
+    if shape not in arena.starts:
+        alone = bench_of(stack_of(arena.policy.model, 1), arena.crew)
+        arena.starts[shape] = evaluate_stack(
+            alone, members[:1], settings["prompts"], settings["samples"]
+        )[0]
+    return [arena.starts[shape]] * len(members)
 
 
 def activity(arena: Arena) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def scores(design: Design, config: Config, folder: Path, at: int) -> dict[str, f
     policy, task = load_model(model, device=device_of(config)), make_task(**config.task)
     num, samples = design.eval["prompts"], design.eval["samples"]
     temperature = config.eval.temperature or 1.0
-    sampled = evaluate(
-        policy, task, config, prompts=num, samples=samples, temperature=temperature
-    )
+    sampled = evaluate(policy, task, config, prompts=num, samples=samples, temperature=temperature)
     greedy = evaluate(policy, task, config, prompts=num, temperature=0.0)
     return {
         "sampled": float(sampled.reward_PK.mean()),

@@ -21,6 +21,7 @@ COMMANDS = {
     "init": ("Write a commented recipe and a task to change.", "cli"),
     "train": ("Train a model by a recipe.", "train"),
     "sweep": ("Train several methods over several seeds, then compare them.", "train"),
+    "arena": ("Train many seeds at once; say which method is better.", "train"),
     "eval": ("Measure held-out accuracy; compare two models on the same prompts.", "train"),
     "methods": ("List the methods, or show one on its six axes.", "cli"),
     "report": ("Write an HTML page about one run or several.", "report"),
