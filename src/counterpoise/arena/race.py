@@ -38,7 +38,7 @@ from counterpoise.trainer.collect import check_prompts
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 
-KEEP_S = 60.0  # seconds between two saved states of a stack
+KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
 BATCHES = 10  # batches of the control's way on which activity is measured
 
@@ -173,7 +173,7 @@ def train_members(arena: Arena, runs: Sequence[Run], folder: Path) -> None:
     start = keep.restore(kept, bench, members) if kept else 0
     arena.live.step(start * len(runs))
     for batch_number in range(start, design.last + 1):
-        if batch_number in design.evaluations:
+        if is_due(design, runs, batch_number):
             evaluate(arena, bench, runs, members, batch_number)
         if batch_number == design.last:
             break
@@ -182,6 +182,12 @@ def train_members(arena: Arena, runs: Sequence[Run], folder: Path) -> None:
             keep.keep(folder, bench, members, batch_number + 1)
             saved = time.monotonic()
     arena.live.finish(len(runs))
+
+
+def is_due(design: Design, runs: Sequence[Run], batch_number: int) -> bool:
+    """Whether this is an evaluation; runs that only choose a rate have the last one alone."""
+    is_tuning = all(run.seed in design.tuning_seeds for run in runs)
+    return batch_number in ((design.last,) if is_tuning else design.evaluations)
 
 
 def train_members_once(

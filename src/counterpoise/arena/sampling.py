@@ -18,7 +18,7 @@ from counterpoise.arena.forward import decode, hidden_states
 from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Asked
 from counterpoise.sampling.decoder import Weights
-from counterpoise.sampling.draw import argmax, candidates, draw, truncate
+from counterpoise.sampling.draw import Draw, argmax, candidates, draw, truncate
 from counterpoise.sampling.slots import Columns, Settings, Slots, record
 
 STEPS = 8  # decode steps on an accelerator between two looks at whether anyone still runs
@@ -168,9 +168,21 @@ class StackSampler:
             stack.cos_LC,
             stack.sin_LC,
         )
-        logits_BV = (hidden_SBD @ weights.head_DV).flatten(0, 1).float() / settings.temperature
-        kept_BV = truncate(logits_BV, top_k=settings.top_k, top_p=settings.top_p)
+        logits_BV = (hidden_SBD @ weights.head_DV).flatten(0, 1)
         uniform_B = lane.columns.uniform_NT[slots.row_B, slots.age_B]
-        drawn = argmax(logits_BV) if settings.is_greedy else draw(kept_BV, uniform_B)
-        best = candidates(logits_BV, 1.0, settings.topk) if settings.topk else None
+        drawn = pick_tokens(logits_BV, uniform_B, settings)
+        best = candidates(logits_BV, settings.temperature, settings.topk) if settings.topk else None
         record(slots, lane.columns, settings, drawn, hidden_SBD.flatten(0, 1), best)
+
+
+def pick_tokens(logits_BV: Tensor, uniform_B: Tensor, settings: Settings) -> Draw:
+    """A token per row, by the kernel where one is there for it."""
+    is_whole = settings.top_p >= 1 and not 0 < settings.top_k < logits_BV.shape[1]
+    if logits_BV.is_cuda and is_whole and not settings.is_greedy:
+        from counterpoise.sampling.kernels import triton_draw
+
+        return Draw(*triton_draw.draw(logits_BV, uniform_B, settings.temperature))
+    scaled_BV = logits_BV.float() / settings.temperature
+    if settings.is_greedy:
+        return argmax(scaled_BV)
+    return draw(truncate(scaled_BV, top_k=settings.top_k, top_p=settings.top_p), uniform_B)
