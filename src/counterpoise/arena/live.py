@@ -21,8 +21,9 @@ class Live:
     def begin(self, phase: str, num_runs: int, num_steps: int) -> None:
         """A phase of so many runs, and batches of all of them together."""
         self.phase, self.num_runs, self.num_steps = phase, num_runs, num_steps
-        self.runs = self.steps = self.skipped = 0
+        self.runs = self.steps = 0
         self.start = self.last = time.monotonic()
+        self.before = 0
         if num_runs:
             self.say(f"{phase}: {num_runs} runs")
 
@@ -33,6 +34,10 @@ class Live:
             self.last = time.monotonic()
             self.say(self.line())
 
+    def skip(self, num_runs: int, num_steps: int) -> None:
+        """So much was there already: it says nothing of the time that the rest takes."""
+        self.runs, self.steps, self.before = num_runs, num_steps, num_steps
+
     def finish(self, num: int) -> None:
         """So many runs are."""
         self.runs += num
@@ -41,7 +46,8 @@ class Live:
         """``final: 12 of 96 runs, 34% of the batches, 5 min left``"""
         share = self.steps / max(1, self.num_steps)
         spent = time.monotonic() - self.start
-        left = spent / share - spent if share else 0.0
+        fresh = self.steps - self.before
+        left = spent / fresh * (self.num_steps - self.steps) if fresh else 0.0
         text = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
         return (
             f"{self.phase}: {self.runs} of {self.num_runs} runs, {share:.0%} of the batches,"

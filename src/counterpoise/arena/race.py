@@ -122,19 +122,15 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     those of models that cannot be stacked, one after the other.
     """
     last = arena.design.last
+    ended = finished(read_results(arena.out), last)
+    left = [run for run in runs if run not in ended]
     arena.live.begin(phase, len(runs), len(runs) * last)
-    for some in stacks(arena.design, runs, arena.size):
-        ended = finished(read_results(arena.out), last)
-        alone = [run for run in some if is_alone(arena, run)]
-        together = [run for run in some if run not in alone]
-        for part in (*([run] for run in alone), together):
-            if set(part) <= ended:
-                arena.live.step(len(part) * last)
-                arena.live.finish(len(part))
-            elif part == together:
-                train_stack(arena, part)
-            else:
-                train_alone(arena.design, arena.out, part[0], arena.live)
+    arena.live.skip(len(runs) - len(left), (len(runs) - len(left)) * last)
+    for some in stacks(arena.design, [run for run in left if not is_alone(arena, run)], arena.size):
+        train_stack(arena, some)
+    for run in left:
+        if is_alone(arena, run):
+            train_alone(arena.design, arena.out, run, arena.live)
 
 
 def is_alone(arena: Arena, run: Run) -> bool:

@@ -26,12 +26,13 @@ def tuning_runs(design: Design) -> list[Run]:
 
 
 def final_runs(design: Design, rates: Mapping[str, float]) -> list[Run]:
-    """Every arm at its own rate and at the equal one."""
+    """Every arm at its own rate, then at the equal one."""
+    equal = {arm.name: design.equal_rate for arm in design.arms}
     runs = [
         Run(arm.name, lr, seed)
+        for table in (rates, equal)
         for arm in design.arms
-        for lr in (rates.get(arm.name), design.equal_rate)
-        if lr is not None
+        if (lr := table.get(arm.name)) is not None
         for seed in design.seeds_of(arm.name)
     ]
     return list(dict.fromkeys(runs))
