@@ -107,8 +107,8 @@ class StackSampler:
         )
         long, real, exact = torch.long, torch.float32, torch.float64
         dtypes = (long, real, real, long, exact, self.dtype, long, real)
-        made = (torch.zeros(s, dtype=d, device=device) for s, d in zip(sizes, dtypes))
-        return Lane(slots, Columns(*made), keys, values, [])
+        buffers = (torch.zeros(s, dtype=d, device=device) for s, d in zip(sizes, dtypes))
+        return Lane(slots, Columns(*buffers), keys, values, [])
 
     def _admit(self, lane: Lane, asked: Asked, group_size: int, uniform_BT: Tensor) -> None:
         """Read every prompt once and give each of its rows a copy of its cache."""

@@ -132,13 +132,18 @@ def prepared_rows(
     for method, at_M in by_method(members, runs, cut):
         if not method.needs_update_logp:
             continue
-        if method.prepares_by_prompt:  # groups of different members are different prompts
+        if prepares_by_prompt(method):  # groups of different members are different prompts
             own = method.prepare(logp_NT[at_M], rows.select(at_M)).update_NT
             assert own is not None
             update_NT[at_M] = own.to(update_NT.dtype)
         else:
             update_NT[at_M] = prepared_one_by_one(bench, members, runs, cut, method, logp_NT, rows)
     return rows._replace(update_NT=update_NT)
+
+
+def prepares_by_prompt(method: Method) -> bool:
+    """Whether ``prepare`` takes an update prompt by prompt, so that more prompts change nothing."""
+    return all(term.has("prepares_by_prompt") for term in method.terms if term.prepare)
 
 
 def prepared_one_by_one(
@@ -159,8 +164,8 @@ def prepared_one_by_one(
             own = slice(start, start + cut.num_S[s])
             some = tuple(None if column is None else column[own] for column in columns)
             works.append(UpdateWork(member.pickled, logp[own], some))
-    made = np.concatenate(bench.crew.call(prepare_update, works))
-    return torch.from_numpy(made).to(rows.credit_NT)
+    update = np.concatenate(bench.crew.call(prepare_update, works))
+    return torch.from_numpy(update).to(rows.credit_NT)
 
 
 def member_rows(cut: Cut, member: int) -> Tensor:

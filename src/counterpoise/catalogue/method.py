@@ -121,13 +121,6 @@ class Method:
         return any(term.prepare for term in self.terms)
 
     @property
-    def prepares_by_prompt(self) -> bool:
-        """Whether ``prepare`` takes an update prompt by prompt, so that more prompts change
-        nothing.
-        """
-        return all(term.has("prepares_by_prompt") for term in self.terms if term.prepare)
-
-    @property
     def needs_groups(self) -> bool:
         """Whether some stage compares a prompt's rollouts, so that one per prompt is an error."""
         return any(stage.has("needs_groups") for stage in self.stages)
@@ -219,11 +212,8 @@ class Method:
             reduce=reduce,
             success_N=batch.is_success_N,
         )
-        check_finite(
-            f"advantage {self.advantage.name}",
-            advantage_N,
-            torch.ones_like(advantage_N, dtype=torch.bool),
-        )
+        every_N = torch.ones_like(advantage_N, dtype=torch.bool)
+        check_finite(f"advantage {self.advantage.name}", advantage_N, every_N)
         chain = apply_rules(
             controlled.rules,
             torch.where(batch.mask_NT, advantage_N[:, None], 0),

@@ -1,0 +1,169 @@
+"""A whole arena: from a design to results, through kills and a lack of memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from counterpoise.arena import race as module
+from counterpoise.arena.design import Arm, Design, write_design
+from counterpoise.arena.live import Live
+from counterpoise.arena.page import write_page
+from counterpoise.arena.race import race
+from counterpoise.arena.results import Result, read_activity, read_results
+from counterpoise.cli import dispatch
+
+RECIPE = {
+    "model": "bundled",
+    "device": "cpu",
+    "task": {"name": "arithmetic", "difficulty": "easy"},
+    "rollouts": {"prompts": 2, "group_size": 4, "max_new_tokens": 48},
+    "optimizer": {"updates_per_batch": 1},
+    "ledger": {"every": 0},
+    "trackers": [],
+}
+
+
+def design(**changes: object) -> Design:
+    fields: dict[str, object] = {
+        "recipe": RECIPE,
+        "arms": (
+            Arm("grpo", {"method": {"name": "grpo"}}),
+            Arm("fade", {"method": {"name": "fade"}}),
+            Arm("grpo again", repeats="grpo"),
+        ),
+        "control": "grpo",
+        "rates": (1e-4,),
+        "equal_rate": None,
+        "seeds": (100, 101),
+        "tuning_seeds": (),
+        "margin": 0.01,
+        "evaluations": (0, 1, 3),
+        "eval": {"prompts": 4, "samples": 2},
+    }
+    return Design(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def run(out: Path, what: Design, **settings: int) -> dict[tuple[object, ...], Result]:
+    out.mkdir(exist_ok=True)
+    write_design(out, what)
+    race(what, out, Live(quiet=True), **settings)
+    return {(one.run, one.batch): one for one in read_results(out)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], Result]:
+    return run(tmp_path_factory.mktemp("whole") / "arena", design(), size=8)
+
+
+def test_every_run_has_every_evaluation(whole: dict[tuple[object, ...], Result]) -> None:
+    assert len(whole) == 6 * 3
+    assert not any(one.stopped for one in whole.values())
+    assert {"sampled", "greedy", "pass@2", "entropy", "length"} <= set(
+        next(iter(whole.values())).values
+    )
+    seeds = {run.arm: set() for run, _ in whole}
+    for one, _ in whole:
+        seeds[one.arm].add(one.seed)
+    assert seeds["grpo"] == seeds["fade"] and not seeds["grpo"] & seeds["grpo again"]
+
+
+class Killed(BaseException):
+    """As ``kill -9``: nothing can be tidied up."""
+
+
+def test_an_arena_that_is_killed_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[tuple[object, ...], Result]
+) -> None:
+    monkeypatch.setattr(module, "KEEP_S", -1.0)
+    real, calls = module.train_batch, []
+
+    def train_batch(*args: object) -> object:
+        calls.append(args[2])
+        if len(calls) in (10, 13, 17):  # in stacks of 4 and 2 members, 12 batches each
+            raise Killed
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "train_batch", train_batch)
+    out = tmp_path / "arena"
+    for _ in range(3):
+        with pytest.raises(Killed):
+            run(out, design(evaluations=(0, 1, 12)), size=4)
+        assert list((out / "state").glob("*/*/members.json"))
+    results = run(out, design(evaluations=(0, 1, 12)), size=4)
+    monkeypatch.undo()
+    assert [calls[at : at + 2] for at in (9, 12, 16)] == [[9, 9], [11, 11], [2, 2]]
+    assert len(calls) == 2 * 12 + 3  # no batch was trained twice
+    assert not list((out / "state").glob("*"))
+    plain = run(tmp_path / "plain", design(evaluations=(0, 1, 12)), size=4)
+    assert {k: v.values for k, v in results.items()} == {k: v.values for k, v in plain.items()}
+
+
+def test_without_memory_the_stack_is_cut_in_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[tuple[object, ...], Result]
+) -> None:
+    real, sizes = module.train_batch, []
+
+    def train_batch(bench, members, number):
+        sizes.append(len(members))
+        if len(members) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(bench, members, number)
+
+    monkeypatch.setattr(module, "train_batch", train_batch)
+    results = run(tmp_path / "arena", design(), size=8)
+    assert set(sizes) == {6, 3, 2, 1}
+    for key, one in whole.items():
+        assert results[key].values == pytest.approx(one.values, abs=0.02)
+
+
+def test_the_a_a_floor_and_activity(tmp_path: Path) -> None:
+    twin = Arm("twin", {"method": {"name": "grpo", "success": 0.25}})
+    arms = (*design().arms, twin, Arm("psr", {"method": {"name": "psr"}}))
+    run(tmp_path / "arena", design(arms=arms, evaluations=(4,)), size=8)
+    cosine = read_activity(tmp_path / "arena")
+    assert cosine["twin"].mean == pytest.approx(1.0, abs=1e-3)
+    assert cosine["psr"].mean < 0.99
+    _, summary = write_page(tmp_path / "arena")
+    verdicts = {row.arm: row.verdict.words for row in summary.final.rows}
+    assert "inactive" in verdicts["twin"]
+
+
+def test_a_method_that_samples_more_trains_alone(tmp_path: Path) -> None:
+    arms = (
+        Arm("grpo", {"method": {"name": "grpo"}}),
+        Arm(
+            "filled",
+            {"method": {"name": "grpo", "plan": {"name": "reward_balanced", "max_rounds": 2}}},
+        ),
+    )
+    results = run(tmp_path / "arena", design(arms=arms, evaluations=(0, 1)), size=8)
+    assert {run.arm for run, _ in results} == {"grpo", "filled"}
+    assert (tmp_path / "arena" / "runs").is_dir()
+    starts = {one.values["sampled"] for (run, batch), one in results.items() if batch == 0}
+    assert len(starts) == 1
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arms.yaml").write_text("slow: {optimizer: {betas: [0.0, 0.999]}}\n")
+    small = ("num_batches=1", "rollouts.prompts=2", "rollouts.max_new_tokens=16", "device=cpu")
+    words = ["arena", "--methods", "grpo", "delta", "--arms", "arms.yaml", "--seeds", "2"]
+    words += ["--prompts", "4", "--samples", "2", "--evaluations", "1"]
+    words += [word for text in small for word in ("--set", text)]
+    with pytest.raises(SystemExit) as end:
+        dispatch(words)
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "grpo again" in text and "delta" in text and "page: runs/arena-arena/index.html" in text
+    summary = json.loads((tmp_path / "runs/arena-arena/summary.json").read_text())
+    assert summary["control"] == "grpo"
+    with pytest.raises(SystemExit) as end:
+        dispatch([*words, "--margin", "0.5"])
+    assert end.value.code == 2
+    assert "another design" in capsys.readouterr().err
