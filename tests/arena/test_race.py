@@ -83,7 +83,7 @@ def test_an_arena_that_is_killed_goes_on_where_it_stopped(
 
     def train_batch(*args: object) -> object:
         calls.append(args[2])
-        if len(calls) in (10, 13, 17):  # in stacks of 4 and 2 members, 12 batches each
+        if len(calls) in (4, 7, 11):  # in stacks of 4 and 2 members, 6 batches each
             raise Killed
         return real(*args)  # type: ignore[arg-type]
 
@@ -91,14 +91,14 @@ def test_an_arena_that_is_killed_goes_on_where_it_stopped(
     out = tmp_path / "arena"
     for _ in range(3):
         with pytest.raises(Killed):
-            run(out, design(evaluations=(0, 1, 12)), size=4)
+            run(out, design(evaluations=(0, 1, 6)), size=4)
         assert list((out / "state").glob("*/*/members.json"))
-    results = run(out, design(evaluations=(0, 1, 12)), size=4)
+    results = run(out, design(evaluations=(0, 1, 6)), size=4)
     monkeypatch.undo()
-    assert [calls[at : at + 2] for at in (9, 12, 16)] == [[9, 9], [11, 11], [2, 2]]
-    assert len(calls) == 2 * 12 + 3  # no batch was trained twice
+    assert [calls[at : at + 2] for at in (3, 6, 10)] == [[3, 3], [5, 5], [2, 2]]
+    assert len(calls) == 2 * 6 + 3  # no batch was trained twice
     assert not list((out / "state").glob("*"))
-    plain = run(tmp_path / "plain", design(evaluations=(0, 1, 12)), size=4)
+    plain = run(tmp_path / "plain", design(evaluations=(0, 1, 6)), size=4)
     assert {k: v.values for k, v in results.items()} == {k: v.values for k, v in plain.items()}
 
 
@@ -137,7 +137,12 @@ def test_a_method_that_samples_more_trains_alone(tmp_path: Path) -> None:
         Arm("grpo", {"method": {"name": "grpo"}}),
         Arm(
             "filled",
-            {"method": {"name": "grpo", "plan": {"name": "reward_balanced", "max_rounds": 2}}},
+            {
+                "method": {
+                    "name": "grpo",
+                    "plan": {"name": "reward_balanced", "mode": "buffer", "max_rounds": 2},
+                }
+            },
         ),
     )
     results = run(tmp_path / "arena", design(arms=arms, evaluations=(0, 1)), size=8)
