@@ -139,13 +139,6 @@ def restructure(stack: Stack, buffer_SP: Tensor) -> Weights:
     return assemble(list(split(buffer_SP, stack.pieces)), stack.like, stack.is_tied)
 
 
-def take(stack: Stack, member_R: Tensor | slice) -> Stack:
-    """Some members, copied."""
-    theta_RP = stack.theta_SP[member_R].clone()
-    turns = stack.cos_LC, stack.sin_LC
-    return build(theta_RP, stack.like, stack.shape, stack.pieces, stack.is_tied, turns)
-
-
 @torch.no_grad()
 def put_member(stack: Stack, member: int, model: PreTrainedModel) -> None:
     """Copy one member's weights into a model."""
