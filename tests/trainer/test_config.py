@@ -64,13 +64,14 @@ def test_a_wrong_recipe_is_one_clear_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_file_and_bad_override():
+def test_missing_file_and_bad_override(tmp_path):
+    (tmp_path / "r.yaml").write_text("seed: 0\n")
     with pytest.raises(ConfigError, match="no file 'nowhere.yaml'"):
         load_config("nowhere.yaml")
     with pytest.raises(ConfigError, match="expected a.b=c"):
-        load_config(RECIPES[0], ["num_batches"])
+        load_config(tmp_path / "r.yaml", ["num_batches"])
     with pytest.raises(ConfigError, match="'seed' is 0, not a mapping"):
-        load_config(RECIPES[0], ["seed.x=1"])
+        load_config(tmp_path / "r.yaml", ["seed.x=1"])
 
 
 def test_an_empty_recipe_is_the_default():
