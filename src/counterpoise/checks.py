@@ -14,8 +14,9 @@ from counterpoise.errors import check_number, check_whole
 if TYPE_CHECKING:
     from counterpoise.types import TokenBatch
 
-WHOLE = ("token_ids", "group", "topk_ids")  # columns of ids, by the start of their names
-FREE = ("mask_NT", "success_N", "extra")  # columns of any kind of number
+# columns of ids, by the start of their names
+WHOLE = ("token_ids", "group", "topk_ids", "turn_NT", "state_NU")
+FREE = ("mask_NT", "success_N", "turn_mask_NU", "extra")  # columns of any kind of number
 MAX_REWARD = 1e15  # squares and products of larger ones leave the range of float32
 # how far above 0 rounding may lift a log-prob
 LOGP_ROUNDING = 1e-3
@@ -78,11 +79,12 @@ def check_shapes(batch: TokenBatch) -> None:
         for f in dataclasses.fields(batch)
         if f.name not in ("max_length", "success", "extra")
     ]
+    num_turns = next((v.shape[1] for k, v in named if k.endswith("_NU") and v is not None), None)
     for name, value in named:
         if value is None or name == "head_VD":
             continue
         axes = name.rsplit("_", 1)[1]
-        expected = {"N": n, "T": t}
+        expected = {"N": n, "T": t} | ({} if num_turns is None else {"U": num_turns})
         if value.dim() != len(axes) or any(
             value.shape[k] != expected.get(a, value.shape[k]) for k, a in enumerate(axes)
         ):
@@ -125,6 +127,40 @@ def check_values(batch: TokenBatch) -> None:
             )
         if name.endswith("logp_NT"):
             _check_logp(name, torch.where(batch.mask_NT, value, 0))
+    check_turns(batch)
+
+
+def check_turns(batch: TokenBatch) -> None:
+    """Turns lie on the tokens that the model wrote, in order, and their rewards add up."""
+    if batch.turn_NT is not None:
+        bad_N = ((batch.turn_NT >= 0) != batch.mask_NT).any(1)
+        after_NT = torch.where(batch.mask_NT, batch.turn_NT, -1).cummax(1).values
+        bad_N |= (batch.mask_NT & (batch.turn_NT < after_NT)).any(1)
+        if bad_N.any():
+            raise ValueError(
+                f"TokenBatch: turn_NT of rollouts {_which(bad_N)} is not the number of a turn on"
+                " every token of mask_NT, rising, and -1 elsewhere."
+            )
+    if batch.turn_mask_NU is not None and batch.turn_NT is not None:
+        num_N = batch.turn_mask_NU.sum(1)
+        bad_N = batch.turn_NT.amax(1) + 1 > num_N
+        bad_N |= (batch.turn_mask_NU[:, 1:] & ~batch.turn_mask_NU[:, :-1]).any(1)
+        if bad_N.any():
+            raise ValueError(
+                f"TokenBatch: turn_mask_NU of rollouts {_which(bad_N)} has a gap, or fewer turns"
+                " than turn_NT."
+            )
+    if batch.turn_reward_NU is not None:
+        total_N = batch.turn_reward_NU.double().sum(1)
+        room_N = 1e-4 * (1 + batch.turn_reward_NU.abs().double().sum(1))
+        bad_N = ~((total_N - batch.reward_N.double()).abs() <= room_N)
+        if bad_N.any():
+            row = int(bad_N.nonzero()[0])
+            raise ValueError(
+                f"TokenBatch: turn_reward_NU of rollouts {_which(bad_N)} does not add up to"
+                f" reward_N ({float(total_N[row]):g} and {float(batch.reward_N[row]):g} at rollout"
+                f" {row})."
+            )
 
 
 def _check_logp(name: str, logp_NT: Tensor) -> None:

@@ -3,7 +3,7 @@
 Axes (suffixes of names)
     N  rollouts            G  rollouts of one prompt (a group)     P  prompts
     T  response tokens     V  vocabulary                           D  hidden size
-    K  candidates kept of V
+    U  turns               K  candidates kept of V
 
 Words, never mixed
     reward     one number per rollout, from the grader
@@ -49,7 +49,11 @@ COLUMNS = {
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
     "head_VD": "the weight of the LM head, model.get_output_embeddings().weight",
+    "turn_score_NU": "the environment's score of the state after each turn (Reply.score)",
+    "state_NU": "a key of the state in which each turn began (Reply.state)",
 }
+
+NUMBERED = ("turn_NT", "state_NU")  # columns whose padding is -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +71,14 @@ class TokenBatch:
         success: a reward of at least this much is a success; None takes 0.5.
         success_N: True on successes, where something else than the sum of rewards decides it (one
             of several reward functions); then ``success`` is not read.
+        turn_NT: the turn in which the model wrote a token, -1 elsewhere; without it every run of
+            ``mask_NT`` is a turn.
+        turn_reward_NU: the reward of each turn, which add up to ``reward_N``; without it all of the
+            reward came in the last turn.
+        turn_mask_NU: True on turns that were played; without it those that ``turn_NT`` has.
+        turn_score_NU: a score of the state after each turn, no part of the reward; NaN is none.
+        state_NU: a key of the state in which a turn began; equal keys in a group mean equal
+            futures, -1 is unknown.
         extra: further columns for rules of your own, first axis N.
 
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
@@ -97,11 +109,16 @@ class TokenBatch:
     max_length: int | None = None
     success: float | None = None
     success_N: Tensor | None = None
+    turn_NT: Tensor | None = None
+    turn_reward_NU: Tensor | None = None
+    turn_mask_NU: Tensor | None = None
+    turn_score_NU: Tensor | None = None
+    state_NU: Tensor | None = None
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        for name in ("mask_NT", "success_N"):
+        for name in ("mask_NT", "success_N", "turn_mask_NU"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, getattr(self, name).bool())
         _detach(self)
@@ -150,8 +167,14 @@ class TokenBatch:
 
     @property
     def length_N(self) -> Tensor:
-        """Response tokens of each rollout."""
+        """Tokens of each rollout that the model wrote."""
         return self.mask_NT.sum(1)
+
+    @property
+    def row_length_N(self) -> Tensor:
+        """Tokens up to the last one that the model wrote, an environment's replies included."""
+        position_T = torch.arange(1, self.mask_NT.shape[1] + 1, device=self.mask_NT.device)
+        return (self.mask_NT * position_T).amax(1)
 
     @property
     def is_success_N(self) -> Tensor:
@@ -208,15 +231,16 @@ def stack_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     """The rows of several batches, padded to the widest; of the optional columns those that all
     have, without ``extra``.
     """
-    width = max(batch.mask_NT.shape[1] for batch in batches)
     apart = {"head_VD", "max_length", "success", "extra"}
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(TokenBatch):
         parts = [getattr(batch, field.name) for batch in batches]
         if field.name in apart or any(p is None for p in parts):
             continue
-        if field.name.partition("_N")[2].startswith("T"):
-            parts = [pad(p, (*[0, 0] * (p.dim() - 2), 0, width - p.shape[1])) for p in parts]
+        if parts[0].dim() > 1:
+            width, fill = max(p.shape[1] for p in parts), -1 if field.name in NUMBERED else 0
+            room = [(*[0, 0] * (p.dim() - 2), 0, width - p.shape[1]) for p in parts]
+            parts = [pad(p, one, value=fill) for p, one in zip(parts, room)]
         columns[field.name] = torch.cat(parts)
     return TokenBatch(**columns, max_length=batches[0].max_length, success=batches[0].success)
 
@@ -228,11 +252,32 @@ def cut_width(batch: TokenBatch, width: int) -> TokenBatch:
     return batch.replace(**{n: c[:, :width] for n, c in columns.items() if c is not None})
 
 
+class Conversation(NamedTuple):
+    """What a model and an environment said to each other in one rollout.
+
+    Args:
+        actions: what the model wrote, turn by turn.
+        replies: what the environment answered, one per turn; the last may be missing.
+        states: the environment's key of the state before each turn, "" where it gave none.
+        end_reason: done, turns, length, failed or timed out.
+        message: what failed.
+        metrics: the environment's own numbers, averaged over the turns that have them.
+    """
+
+    actions: tuple[str, ...] = ()
+    replies: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    end_reason: str = "done"
+    message: str = ""
+    metrics: Mapping[str, float] = {}
+
+
 class RolloutBatch(NamedTuple):
     """A batch with everything that is known of it.
 
     ``prompt_ids`` and ``texts`` are one per rollout, ``prompts`` one per group: rollout i answers
-    ``prompts[group_N[i]]``.
+    ``prompts[group_N[i]]``. With an environment there is one of ``conversations`` per rollout, and
+    ``lost`` are the rollouts whose environment failed: they are shown and counted, nothing else.
     """
 
     prompts: list[Prompt]
@@ -242,6 +287,8 @@ class RolloutBatch(NamedTuple):
     batch: TokenBatch
     num_grader_failures: int
     grader_messages: list[str]
+    conversations: list[Conversation] | None = None
+    lost: RolloutBatch | None = None
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The chosen rollouts, in that order; all prompts stay."""
@@ -251,6 +298,7 @@ class RolloutBatch(NamedTuple):
             texts=[self.texts[row] for row in rows],
             stop_reason=[self.stop_reason[row] for row in rows],
             batch=self.batch.select(row_R),
+            conversations=self.conversations and [self.conversations[row] for row in rows],
         )
 
     def extend(self, more: RolloutBatch) -> RolloutBatch:
@@ -262,6 +310,8 @@ class RolloutBatch(NamedTuple):
             batch=stack_batches([self.batch, more.batch]),
             num_grader_failures=self.num_grader_failures + more.num_grader_failures,
             grader_messages=self.grader_messages + more.grader_messages,
+            conversations=self.conversations and self.conversations + (more.conversations or []),
+            lost=self.lost.join(more.lost) if self.lost and more.lost else self.lost or more.lost,
         )
 
     def join(self, more: RolloutBatch) -> RolloutBatch:
@@ -275,7 +325,8 @@ class Credit(NamedTuple):
     """What a method gives to a batch.
 
     ``weight_NT`` is credit / advantage (1 where the advantage is 0). ``warnings`` are new in this
-    batch and were also given as a ``MethodWarning``.
+    batch and were also given as a ``MethodWarning``. ``advantage_NU`` is one signed number per turn
+    where a rule tells turns apart; ``weight_NT`` then goes by the turn's.
     """
 
     advantage_N: Tensor
@@ -284,6 +335,7 @@ class Credit(NamedTuple):
     state: dict[str, Any] | None
     metrics: dict[str, float]
     warnings: tuple[str, ...] = ()
+    advantage_NU: Tensor | None = None
 
 
 class Plan(NamedTuple):
