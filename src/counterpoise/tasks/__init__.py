@@ -28,8 +28,12 @@ BUILT_IN = {
     "arithmetic": "counterpoise.tasks.arithmetic:Arithmetic",
     "jsonl": "counterpoise.tasks.jsonl:Jsonl",
     "gym": "counterpoise.tasks.gym:Gym",
+    "guess": "counterpoise.environments.guess:Guess",
+    "mastermind": "counterpoise.environments.mastermind:Mastermind",
+    "lookup": "counterpoise.environments.lookup:Lookup",
 }
-SHOWN = ("arithmetic", "jsonl", "gym:<name>", "your.module:Task")
+GAMES = ("guess", "mastermind", "lookup")
+SHOWN = ("arithmetic", "jsonl", "gym:<name>", *GAMES, "your.module:Task")
 
 
 @runtime_checkable
@@ -119,6 +123,10 @@ def task(
     built = _build(name, params)
     if reward is None:
         return built
+    if not hasattr(built, "reward"):
+        raise ValueError(
+            f"task {name!r} pays its own rewards: it is an environment. Leave out 'reward'."
+        )
     return WithReward(built, import_path(reward, "reward") if isinstance(reward, str) else reward)
 
 
@@ -154,7 +162,8 @@ def _maker(name: str) -> Any:
     if not _is_task(_product(maker)):  # before it is called: os:system is an import path too
         raise ValueError(
             f"task {name!r} is not a task: expected a class with prompts(split, seed, start) and"
-            " reward(prompt, text), or a function that is annotated to return one."
+            " reward(prompt, text), or start(prompt, seed) for an environment, or a function that"
+            " is annotated to return one."
         )
     return maker
 
@@ -167,8 +176,8 @@ def _product(maker: object) -> object:
 
 
 def _is_task(kind: object) -> bool:
-    names = ("prompts", "reward")
-    return isinstance(kind, type) and all(callable(getattr(kind, name, None)) for name in names)
+    has = {name: callable(getattr(kind, name, None)) for name in ("prompts", "reward", "start")}
+    return isinstance(kind, type) and has["prompts"] and (has["reward"] or has["start"])
 
 
 from counterpoise.tasks.graders import Grades, grade  # noqa: E402
