@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
-OFFERS = frozenset({"reduce", "generator", "num_updates", "max_length", "success_N"})
+OFFERS = frozenset(
+    {"reduce", "generator", "num_updates", "max_length", "success_N", "advantage_NT"}
+)
 
 # a reward of at least this much is a success, where neither the task nor the method says otherwise
 SUCCESS = 0.5
@@ -42,6 +44,9 @@ FACTS = {
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
     "prepares_by_prompt": "a loss: what it prepares of an update it takes prompt by prompt",
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
+    "assigns_turns": "a credit rule: one number per turn, on all of its tokens; it comes first",
+    "is_unbiased": "an advantage or a credit rule: the mean of sum credit * grad log-prob over all"
+    " groups is the gradient of the expected reward",
 }
 
 OWN = "your.module:function"  # what a name may be besides those that are known

@@ -358,7 +358,8 @@ class Rows(NamedTuple):
     """The columns a loss reads, for the rollouts of one update or of any cut of it.
 
     ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no
-    cut changes a gradient."""
+    cut changes a gradient. ``advantage_NT`` is the advantage of each token's turn, where a rule
+    tells turns apart."""
 
     row_R: Tensor
     mask_NT: Tensor
@@ -370,6 +371,13 @@ class Rows(NamedTuple):
     scale_NT: Tensor
     ref_logp_NT: Tensor | None = None
     update_NT: Tensor | None = None
+    advantage_NT: Tensor | None = None
+
+    @property
+    def sign_NT(self) -> Tensor:
+        """The sign of the advantage of each token's turn, else of its rollout: [N, T] or [N, 1]."""
+        advantage_NT = self.advantage_N[:, None] if self.advantage_NT is None else self.advantage_NT
+        return advantage_NT.sign()
 
     def select(self, pick_R: Tensor) -> Rows:
         """A cut of these rows; ``pick_R`` indexes into them."""

@@ -22,7 +22,7 @@ AT, LENGTH = 1, 3
 
 def both() -> tuple[cp.TokenBatch, cp.TokenBatch]:
     """Rollouts, and the same with one reply for every group."""
-    batch = make_batch()
+    batch = make_batch(turns=True)
     reply = [[2, int(group), 1] for group in batch.group_N]
     return batch, with_reply(batch, AT, reply)
 

@@ -9,9 +9,11 @@ import counterpoise as cp
 V, D, K = 9, 5, 4
 
 
-def make_batch(num_groups: int = 4, size: int = 4, width: int = 7, seed: int = 0) -> cp.TokenBatch:
-    """Ragged rollouts in float64 with every column; group 0 is constant, the others are mixed, rows
-    are interleaved.
+def make_batch(
+    num_groups: int = 4, size: int = 4, width: int = 7, seed: int = 0, turns: bool = False
+) -> cp.TokenBatch:
+    """Ragged rollouts in float64 with every column, those of turns if asked; group 0 is constant,
+    the others are mixed, rows are interleaved.
     """
     gen = torch.Generator().manual_seed(seed)
     n = num_groups * size
@@ -29,7 +31,7 @@ def make_batch(num_groups: int = 4, size: int = 4, width: int = 7, seed: int = 0
     top = logp_NTV.topk(K, -1)
     noise = [0.2 * torch.randn(n, width, dtype=torch.float64, generator=gen) for _ in range(2)]
     zero = torch.zeros(())
-    return cp.TokenBatch(
+    batch = cp.TokenBatch(
         token_ids_NT=torch.where(mask_NT, ids_NT, 0),
         mask_NT=mask_NT,
         group_N=group_N,
@@ -42,4 +44,28 @@ def make_batch(num_groups: int = 4, size: int = 4, width: int = 7, seed: int = 0
         topk_ids_NTK=top.indices,
         topk_logp_NTK=top.values,
         head_VD=head_VD,
+    )
+    return with_turns(batch, seed) if turns else batch
+
+
+def with_turns(batch: cp.TokenBatch, seed: int = 0) -> cp.TokenBatch:
+    """The same rollouts played in one to three turns, with rewards, states (some that several
+    turns share) and scores (some without).
+    """
+    gen = torch.Generator().manual_seed(seed)
+    n, u, dtype = batch.num_rollouts, 3, batch.reward_N.dtype
+    length_N1 = batch.length_N[:, None]
+    num_N1 = torch.randint(1, u + 1, (n, 1), generator=gen).minimum(length_N1)
+    turn_NT = (batch.mask_NT.cumsum(1) - 1) * num_N1 // length_N1
+    mask_NU = torch.arange(u) < num_N1
+    reward_NU = torch.randint(-2, 3, (n, u), generator=gen).to(dtype) / 4 * mask_NU
+    rest_N1 = batch.reward_N[:, None] - reward_NU.sum(1, keepdim=True)
+    score_NU = torch.rand(n, u, generator=gen, dtype=dtype)
+    state_NU = torch.randint(0, 3, (n, u), generator=gen) + 10 * batch.group_N[:, None]
+    return batch.replace(
+        turn_NT=torch.where(batch.mask_NT, turn_NT, -1),
+        turn_mask_NU=mask_NU,
+        turn_reward_NU=reward_NU.scatter_add(1, num_N1 - 1, rest_N1),
+        turn_score_NU=torch.where(score_NU < 0.2, torch.nan, score_NU),
+        state_NU=torch.where(mask_NU, state_NU, -1),
     )

@@ -19,6 +19,7 @@ def with_reply(batch: cp.TokenBatch, at: int, reply: list[list[int]]) -> cp.Toke
         rubbish = torch.full((len(value), reply_NR.shape[1], *value.shape[2:]), 7.0)
         middle = reply_NR if name == "token_ids_NT" else rubbish
         middle = torch.zeros_like(reply_NR) if name in ("mask_NT", "topk_ids_NTK") else middle
+        middle = torch.full_like(reply_NR, -1) if name == "turn_NT" else middle
         if middle.dim() < value.dim():
             middle = middle[..., None].expand(*middle.shape, value.shape[2])
         return torch.cat([value[:, :at], middle.to(value.dtype), value[:, at:]], 1)

@@ -19,7 +19,7 @@ def far_batch(gap: float, seed: int, dtype: torch.dtype = torch.float32) -> tupl
     """Rollouts whose trainer log-probs lie ``gap`` above the sampler's on some tokens, below on
     others, and the log-probs.
     """
-    batch = make_batch(seed=seed)
+    batch = make_batch(seed=seed, turns=True)
     gen = torch.Generator().manual_seed(seed)
     sign_NT = torch.randint(-1, 2, batch.mask_NT.shape, generator=gen)
     near_NT = -torch.rand(batch.mask_NT.shape, generator=gen)

@@ -148,6 +148,24 @@ def test_reduction_bad_parameters(name, params, message):
         )
 
 
+def test_side_means_of_turns():
+    """A rollout with turns of both signs is on both sides: two rollouts are positive, with 2 and 1
+    tokens there, one negative with 1; an advantage of 0 is on no side.
+    """
+    mask_NT = torch.tensor([[True, True, False, True], [True, False, False, True]])
+    advantage_NT = torch.tensor([[2.0, 2.0, 0.0, -1.0], [3.0, 0.0, 0.0, 0.0]])
+    scale_NT = REDUCTIONS["side_means"](
+        mask_NT, advantage_NT, torch.tensor([1.0, 1.0]), advantage_NT=advantage_NT
+    )
+    assert scale_NT.tolist() == [[1 / 8, 1 / 8, 0, 1 / 2], [1 / 4, 0, 0, 0]]
+    one_N1 = torch.tensor([[1.0], [-1.0]])
+    by_rollout_NT = REDUCTIONS["side_means"](mask_NT, advantage_NT, one_N1[:, 0])
+    by_turn_NT = REDUCTIONS["side_means"](
+        mask_NT, advantage_NT, one_N1[:, 0], advantage_NT=one_N1 * mask_NT
+    )
+    assert torch.equal(by_rollout_NT, by_turn_NT)
+
+
 @pytest.mark.parametrize("name", list(REDUCTIONS))
 def test_reductions_pickle(name):
     stage = REDUCTIONS[name]

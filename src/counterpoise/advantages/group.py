@@ -58,7 +58,7 @@ def group_zscore(reward_N: Tensor, group_N: Tensor, *, eps: float = 1e-4) -> Ten
     return centre(reward_N, by_prompt) / torch.where(is_constant_N, 1, std_N + eps)
 
 
-@declare(needs_groups=True)
+@declare(needs_groups=True, is_unbiased=True)
 def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """A_i = R_i - mean of the other rewards of the group = (R_i - m) G / (G - 1).
 

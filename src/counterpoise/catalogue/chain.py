@@ -9,21 +9,26 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.reduce import Reduce, check_finite, masked_mean
+from counterpoise.maths.turns import by_turn, turns
 from counterpoise.stage import Stage, call
 from counterpoise.types import TokenBatch
 
 
 class Chain(NamedTuple):
-    """Credit after the last rule, the state of every rule, and their numbers to log."""
+    """Credit after the last rule, its share of the advantage, the advantage of turns if a rule
+    tells them apart, the state of every rule, and their numbers to log.
+    """
 
     credit_NT: Tensor
+    weight_NT: Tensor
+    advantage_NU: Tensor | None
     states: list[Any]
     metrics: dict[str, float]
 
 
 def apply_rules(
     rules: Sequence[Stage],
-    credit_NT: Tensor,
+    advantage_N: Tensor,
     batch: TokenBatch,
     states: Sequence[Any],
     *,
@@ -31,26 +36,51 @@ def apply_rules(
     generators: Sequence[torch.Generator],
     report: bool = True,
 ) -> Chain:
-    """Every rule on the credit that the one before it gave; numbers only with ``report``."""
-    metrics, after = {}, []
+    """Every rule on the credit that the one before it gave, the first on the advantage of each
+    rollout; numbers only with ``report``.
+    """
+    metrics, after, advantage_NU = {}, [], None
+    credit_NT, advantage_NT = torch.where(batch.mask_NT, advantage_N[:, None], 0), None
     for rule, state, generator in zip(rules, states, generators, strict=True):
         before_NT, memory = credit_NT, () if rule.init is None else (state,)
         out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
         credit_NT, new_state = out if memory else (out, None)
         after.append(new_state)
         credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
+        if rule.has("assigns_turns"):
+            advantage_NT, advantage_NU = credit_NT, _turn_advantage(credit_NT, batch)
         if report:
             metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, new_state, reduce)
-    return Chain(credit_NT, after, metrics)
+    against_NT = advantage_N[:, None] if advantage_NT is None else advantage_NT
+    weight_NT = weight(credit_NT, against_NT, batch.mask_NT)
+    return Chain(credit_NT, weight_NT, advantage_NU, after, metrics)
 
 
-def weight(credit_NT: Tensor, advantage_N: Tensor, mask_NT: Tensor) -> Tensor:
-    """credit / advantage; 1 on the tokens of rollouts whose advantage is 0, 0 on padding."""
-    is_zero_N1 = (advantage_N == 0)[:, None]
-    weight_NT = torch.where(
-        is_zero_N1, 1, credit_NT / torch.where(is_zero_N1, 1, advantage_N[:, None])
-    )
+def weight(credit_NT: Tensor, advantage_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """credit / advantage; 1 on model tokens whose advantage is 0, 0 elsewhere.
+
+    ``advantage_NT`` is [N, 1], one number per rollout, or [N, T], that of each token's turn."""
+    is_zero_NT = advantage_NT == 0
+    weight_NT = torch.where(is_zero_NT, 1, credit_NT / torch.where(is_zero_NT, 1, advantage_NT))
     return torch.where(mask_NT, weight_NT, 0)
+
+
+def check_order(rules: Sequence[Stage]) -> None:
+    """A rule that gives one number per turn comes before those that tell tokens of a turn apart."""
+    names: list[str] = []
+    for rule in rules:
+        if rule.has("assigns_turns") and names:
+            raise ValueError(
+                f"credit: {rule.name} gives one number per turn and comes first, got it after"
+                f" {', '.join(names)}. Put {rule.name} before."
+            )
+        if not rule.has("assigns_turns") and not rule.has("reads_rewards_only"):
+            names.append(rule.name)
+
+
+def _turn_advantage(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
+    played = turns(batch)
+    return by_turn(credit_NT, played.turn_NT, played.mask_NU.shape[1])
 
 
 def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:

@@ -22,11 +22,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from counterpoise.advantages import ADVANTAGES
-from counterpoise.catalogue.chain import apply_rules, weight
+from counterpoise.catalogue.chain import apply_rules, check_order
 from counterpoise.catalogue.label import label
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
@@ -35,6 +34,7 @@ from counterpoise.credit import RULES
 from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
+from counterpoise.maths.turns import token_advantage
 from counterpoise.plans import PLANS, check_plan, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
@@ -93,6 +93,7 @@ class Method:
 
     def __post_init__(self) -> None:
         check_number("method", or_none=True, success=self.success)
+        check_order(self.rules)
 
     def __repr__(self) -> str:
         axes = {axis: getattr(self, field) for axis, field in AXES.items()}
@@ -212,11 +213,10 @@ class Method:
             reduce=reduce,
             success_N=batch.is_success_N,
         )
-        every_N = torch.ones_like(advantage_N, dtype=torch.bool)
-        check_finite(f"advantage {self.advantage.name}", advantage_N, every_N)
+        check_finite(f"advantage {self.advantage.name}", advantage_N, batch.mask_NT.any(1))
         chain = apply_rules(
             controlled.rules,
-            torch.where(batch.mask_NT, advantage_N[:, None], 0),
+            advantage_N,
             batch,
             state["rules"],
             reduce=reduce,
@@ -227,8 +227,9 @@ class Method:
         )
         return Credit(
             advantage_N=advantage_N,
-            weight_NT=weight(chain.credit_NT, advantage_N, batch.mask_NT),
+            weight_NT=chain.weight_NT,
             credit_NT=chain.credit_NT,
+            advantage_NU=chain.advantage_NU,
             state={"controller": controller_state, "rules": chain.states, **watch.kept},
             metrics={**metrics, **watch.metrics, **chain.metrics},
             warnings=(watch.warning,) if watch.warning else (),
@@ -237,10 +238,7 @@ class Method:
     def plan(
         self, batch: TokenBatch, num_updates: int, seed: int = 0, batch_number: int = 0
     ) -> Plan:
-        """Which rollouts share an update.
-
-        Ranks and micro-batches are cut later and change nothing.
-        """
+        """Which rollouts share an update; ranks and micro-batches are cut later."""
         check_whole("plan", least=1, num_updates=num_updates)
         columns = batch.group_N, batch.reward_N, batch.length_N, self.see(batch).is_success_N
         group_N, reward_N, length_N, success_N = (column.cpu() for column in columns)
@@ -268,11 +266,8 @@ class Method:
     ) -> Rows:
         """The columns of one update, with the reduction taken over the whole of it."""
         row_R = row_R.to(batch.mask_NT.device)
-        mask_NT, credit_NT, advantage_N = (
-            batch.mask_NT[row_R],
-            credit.credit_NT[row_R],
-            credit.advantage_N[row_R],
-        )
+        mask_NT, credit_NT = batch.mask_NT[row_R], credit.credit_NT[row_R]
+        advantage_N, by_turn_NT = credit.advantage_N[row_R], token_advantage(credit, batch)[row_R]
         return Rows(
             row_R=row_R,
             mask_NT=mask_NT,
@@ -288,8 +283,10 @@ class Method:
                 advantage_N,
                 reduce=reduce,
                 max_length=batch.max_length,
+                advantage_NT=by_turn_NT,
             ),
             ref_logp_NT=None if batch.ref_logp_NT is None else batch.ref_logp_NT[row_R],
+            advantage_NT=None if credit.advantage_NU is None else by_turn_NT,
         )
 
     def prepare(self, update_logp_NT: Tensor, rows: Rows) -> Rows:

@@ -191,4 +191,33 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2602.06717",
         {"credit": ["focal"], "loss": CLIP},
     ),
+    "turn_rloo": (
+        "Each turn gets its return from there on, minus that of the prompt's other rollouts.",
+        "RLOO (arXiv 2402.14740) by turns",
+        {"advantage": "leave_one_out", "credit": ["turn_baseline"], "loss": CLIP},
+    ),
+    "gigpo": (
+        "Adds how each turn did among the group's turns from the same state.",
+        "arXiv 2505.10978",
+        {
+            "advantage": {"name": "group_zscore", "eps": 1e-6},
+            "credit": ["state_groups"],
+            "loss": CLIP,
+        },
+    ),
+    "mt_grpo": (
+        "The outcome's z-score on all turns, that of each turn's reward on the turns up to it.",
+        "arXiv 2505.11821",
+        {"credit": ["mt_grpo"], "loss": CLIP},
+    ),
+    "igpo": (
+        "Each turn is paid what it adds to the probability of the right answer.",
+        "arXiv 2510.14967",
+        {"advantage": "leave_one_out", "credit": ["information_gain"], "loss": CLIP},
+    ),
+    "turn_credit": (
+        "What a score of the state gained, smeared backwards over the turns that led to it.",
+        "PrimeIntellect-ai/prime-rl#3282",
+        {"advantage": "group_mean", "credit": ["turn_credit"], "loss": CLIP},
+    ),
 }

@@ -124,6 +124,8 @@ def _example(chosen: Method) -> TokenBatch:
         "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
         "topk_logp_NTK": torch.full((2, 3, 3), -1.2),
         "head_VD": torch.randn(8, 4, generator=gen),
+        "turn_score_NU": torch.rand(2, 1, generator=gen),
+        "state_NU": torch.zeros(2, 1, dtype=torch.long),
     }
     extra = {name: torch.rand(2, 3, generator=gen) for name in chosen.needs if name not in COLUMNS}
     return TokenBatch(

@@ -22,6 +22,9 @@ from counterpoise.credit.negatives import (
 )
 from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
+from counterpoise.credit.scores import information_gain, turn_credit
+from counterpoise.credit.states import state_groups
+from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
 from counterpoise.credit.value_baseline import value_baseline
 from counterpoise.stage import Stage
@@ -44,6 +47,12 @@ RULES: dict[str, Stage] = {
     "negative_mass": negative_mass,
     "negatives": negatives,
     "value_baseline": value_baseline,
+    "turn_baseline": turn_baseline,
+    "turn_index_baseline": turn_index_baseline,
+    "mt_grpo": mt_grpo,
+    "state_groups": state_groups,
+    "information_gain": information_gain,
+    "turn_credit": turn_credit,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -60,9 +69,11 @@ __all__ = [
     "edits",
     "even_mass",
     "focal",
+    "information_gain",
     "keep_mass",
     "kl_penalty",
     "ktae",
+    "mt_grpo",
     "nearest_correct",
     "negative_mass",
     "negative_token_filter",
@@ -73,7 +84,11 @@ __all__ = [
     "shared_prefix",
     "soften_negatives",
     "spurious",
+    "state_groups",
     "top_entropy",
+    "turn_baseline",
+    "turn_credit",
+    "turn_index_baseline",
     "uniform",
     "value_baseline",
 ]

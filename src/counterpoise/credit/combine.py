@@ -19,7 +19,11 @@ def _nested(
     return call(rule.report, before_NT, after_NT, batch, reduce=reduce, **rule.settings)
 
 
-@declare(report=_nested)
+def _gives_turns(*, rule: Stage | None = None) -> bool:
+    return isinstance(rule, Stage) and rule.has("assigns_turns")
+
+
+@declare(report=_nested, assigns_turns=_gives_turns)
 def keep_mass(
     credit_NT: Tensor,
     batch: TokenBatch,

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from counterpoise.types import TokenBatch
+from counterpoise.maths.trie import prefix_nodes, row_mask
+from counterpoise.types import Credit, TokenBatch
 
 
 class Turns(NamedTuple):
@@ -63,7 +65,7 @@ def runs(mask_NT: Tensor) -> Tensor:
     >>> runs(torch.tensor([[False, True, True, False, True]])).tolist()
     [[-1, 0, 0, -1, 1]]
     """
-    before_NT = torch.nn.functional.pad(mask_NT[:, :-1], (1, 0), value=False)
+    before_NT = pad(mask_NT[:, :-1], (1, 0), value=False)
     run_NT = (mask_NT & ~before_NT).long().cumsum(1) - 1
     return torch.where(mask_NT, run_NT, -1)
 
@@ -88,3 +90,41 @@ def returns(reward_NU: Tensor, discount: float = 1.0) -> Tensor:
     for turn in range(reward_NU.shape[1] - 2, -1, -1):
         out_NU[:, turn] += discount * out_NU[:, turn + 1]
     return out_NU
+
+
+def by_turn(value_NT: Tensor, turn_NT: Tensor, num_turns: int) -> Tensor:
+    """The number that all tokens of a turn share, 0 for a turn without tokens, [N, U].
+
+    >>> by_turn(torch.tensor([[2.0, 0.0, 3.0, 3.0]]), torch.tensor([[0, -1, 1, 1]]), 3).tolist()
+    [[2.0, 3.0, 0.0]]
+    """
+    place_NT = torch.where(turn_NT >= 0, turn_NT, num_turns)  # the last place is thrown away
+    out_NU = value_NT.new_zeros(len(value_NT), num_turns + 1)
+    return out_NU.scatter(1, place_NT, value_NT)[:, :num_turns]
+
+
+def token_advantage(credit: Credit, batch: TokenBatch) -> Tensor:
+    """The advantage that a token's sign goes by: of its turn where a rule tells turns apart, else
+    of its rollout; [N, T] or [N, 1].
+    """
+    if credit.advantage_NU is None:
+        return credit.advantage_N[:, None]
+    return over_tokens(credit.advantage_NU, turns(batch).turn_NT)
+
+
+def histories(batch: TokenBatch, turn_NT: Tensor, num_turns: int) -> Tensor:
+    """A number for what was said before each turn, equal in a group for equal tokens; -1 for a
+    turn without tokens, [N, U].
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[5, 8, 6], [5, 9, 6]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 3] * 2
+    ... ).replace(mask_NT=torch.tensor([[True, False, True]] * 2))
+    >>> histories(batch, turns(batch).turn_NT, 2).tolist()
+    [[0, 2], [0, 3]]
+    """
+    node_NT = prefix_nodes(batch.token_ids_NT, row_mask(batch.mask_NT), batch.group_N).node_NT
+    # the node of the token before, counted from 1; 0 is the start of the group
+    before_NT = pad(node_NT[:, :-1] + 1, (1, 0))
+    is_first_NT = turn_NT > pad(turn_NT.cummax(1).values[:, :-1], (1, 0), value=-1)
+    first_NT = torch.where(is_first_NT, turn_NT, -1)
+    return by_turn(before_NT + 1, first_NT, num_turns) - 1

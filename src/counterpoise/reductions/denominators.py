@@ -115,18 +115,26 @@ def constant_length(
 
 @Stage
 def side_means(
-    mask_NT: Tensor, credit_NT: Tensor, advantage_N: Tensor, *, reduce: Reduce = LOCAL
+    mask_NT: Tensor,
+    credit_NT: Tensor,
+    advantage_N: Tensor,
+    *,
+    advantage_NT: Tensor | None = None,
+    reduce: Reduce = LOCAL,
 ) -> Tensor:
-    """scale = 1/2 * 1/(rollouts of the side) * 1/n_i, sides by the sign of the advantage, n_i all
-    response tokens.
+    """scale = 1/2 * 1/(rollouts of the side) * 1/n_i, sides by the sign of the advantage, n_i the
+    rollout's model tokens on its side.
 
-    Tokens that a rule dropped still count in n_i. Rollouts with advantage 0 are on no side: scale
-    0. A update with one side only keeps that side with its weight of 1/2.
+    Tokens that a rule dropped still count in n_i. An advantage of 0 is on no side: scale 0. An
+    update with one side only keeps that side with its weight of 1/2. Where a rule tells turns apart
+    a rollout may be on both sides, each with the tokens of its turns.
 
     Args:
         mask_NT: [N, T] response tokens.
         credit_NT: [N, T], not read.
         advantage_N: [N] its sign is the side.
+        advantage_NT: [N, T] the advantage of each token's turn, offered by the caller; its sign is
+            then the side.
         reduce: pools counts over ranks.
 
     >>> mask_NT = torch.tensor([[True, True], [True, False], [True, False]])
@@ -136,10 +144,11 @@ def side_means(
     Reference: C-RF, arXiv 2606.17250. Reads the one-sided batch, which the paper leaves open, as
         above.
     """
-    sign_N = advantage_N.sign()
-    num_positive, num_negative = reduce.sum(torch.stack([(sign_N > 0).sum(), (sign_N < 0).sum()]))
-    side_N = torch.where(sign_N > 0, num_positive, num_negative) * (sign_N != 0)
-    return _inverse(mask_NT, (2 * side_N * mask_NT.sum(1)).to(credit_NT.dtype)[:, None])
+    sign_NT = (advantage_N[:, None] if advantage_NT is None else advantage_NT).sign()
+    is_side_2NT = torch.stack([sign_NT > 0, sign_NT < 0]) & mask_NT
+    num_2 = reduce.sum(is_side_2NT.any(2).sum(1))
+    weight_2N1 = num_2[:, None, None] * is_side_2NT.sum(2, keepdim=True)
+    return _inverse(mask_NT, (2 * weight_2N1 * is_side_2NT).sum(0).to(credit_NT.dtype))
 
 
 def _counted(name: str, mask_NT: Tensor, credit_NT: Tensor, count: str) -> Tensor:

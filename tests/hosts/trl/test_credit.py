@@ -97,7 +97,16 @@ def test_columns_of_the_head(proxy, bf16, tmp_path, batches):
         )
 
 
-@pytest.mark.parametrize("name", sorted(cp.methods()))
+SCORED = ["igpo", "turn_credit"]
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_presets_that_read_scores_of_turns_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=f"the method '{name}' reads turn_score_NU"):
+        trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+
+
+@pytest.mark.parametrize("name", sorted(set(cp.methods()) - set(SCORED)))
 def test_every_preset_trains_on_its_credit(name, tmp_path, batches):
     """For each preset: the rows of the first micro-batch carry the core's credit, and an update
     follows.

@@ -121,6 +121,11 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
             "the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set"
             " beta."
         )
+    if "turn_score_NU" in needs:
+        raise ValueError(
+            f"the method {setup.method.name!r} reads turn_score_NU, a score of the state after each"
+            " turn, which TRL does not have. Take turn_rloo, or train with counterpoise train."
+        )
     is_lost = args.importance_sampling_level == "sequence" and not setup.has_own_loss
     if is_lost and not all(rule.has("reads_rewards_only") for rule in setup.method.rules):
         raise ValueError(
