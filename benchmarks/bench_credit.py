@@ -148,6 +148,7 @@ def example(
         "hidden_NTD": lambda: torch.randn(*shape, hidden_size, generator=generator),
         "head_VD": lambda: torch.randn(vocab, hidden_size, generator=generator) / hidden_size**0.5,
         "topk_ids_NTK": lambda: torch.randint(vocab, (*shape, TOPK), generator=generator),
+        "turn_score_NU": lambda: torch.rand(num_rollouts, 1, generator=generator),
         "topk_logp_NTK": lambda: -5 * torch.rand(*shape, TOPK, generator=generator),
     }
     return TokenBatch(

@@ -31,6 +31,7 @@ from many_runs import Case, closed, metrics_at_end, run_all
 
 import counterpoise as cp
 from counterpoise.maths.intervals import over_seeds, welch
+from counterpoise.probes.methods import every_preset
 
 AT_END = {"length": "rollouts/length", "entropy": "entropy/mean"}
 
@@ -262,7 +263,7 @@ def arguments() -> argparse.Namespace:
         default=[],
         help="override a key of the recipe for all runs (repeatable)",
     )
-    parser.add_argument("--methods", nargs="+", default=list(cp.methods()), metavar="NAME")
+    parser.add_argument("--methods", nargs="+", default=every_preset(), metavar="NAME")
     parser.add_argument("--baseline", default="grpo")
     parser.add_argument(
         "--rates", nargs="+", default=["1e-4", "3e-4", "1e-3"], help="learning rates to choose from"

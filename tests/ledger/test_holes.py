@@ -101,7 +101,7 @@ def test_replies_tell_contexts_apart():
     """Two rollouts that read the same word part after it; the third read another one."""
     ids_NT = torch.tensor([[6, 3, 7], [6, 3, 8], [6, 4, 7]])
     mask_NT = torch.tensor([[True, False, True]] * 3)
-    out = sharing(ids_NT, mask_NT, torch.zeros(3).long(), torch.tensor([1.0, -1.0, -1.0]))
+    out = sharing(ids_NT, mask_NT, torch.zeros(3).long(), torch.tensor([[1.0], [-1.0], [-1.0]]))
     assert out.is_full_NT.tolist() == [[True, False, False]] * 3
     assert out.is_fork_NT.tolist() == [[False, False, True]] * 2 + [[False] * 3]
     assert out.positive_NT.tolist() == [[1, 0, 1], [1, 0, 0], [1, 0, 0]]

@@ -13,10 +13,11 @@ import counterpoise as cp
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_change import HeadState, head_change
 from counterpoise.ledger.calculus.logprobs import Texts, at, copy_params, of_model, trainable
-from counterpoise.ledger.measures.classes import Facts
+from counterpoise.ledger.measures.classes import Facts, token_classes
 from counterpoise.ledger.measures.residual import entering, residuals
 from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.ledger.summary import tax
+from counterpoise.maths.columns import is_flip
 from counterpoise.types import TokenBatch
 from helpers.reference_ledger import clean_gpt2, loss_of, residual_mean, rows_of, sharing_of
 from helpers.strategies import ragged_batches
@@ -33,7 +34,8 @@ def lists(batch: TokenBatch) -> list[list[int]]:
 def test_sharing_equals_loops(batch, data):
     num = batch.num_rollouts
     advantage = data.draw(st.lists(ADVANTAGES, min_size=num, max_size=num))
-    found = sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, torch.tensor(advantage))
+    advantage_N1 = torch.tensor(advantage)[:, None]
+    found = sharing(batch.token_ids_NT, batch.mask_NT, batch.group_N, advantage_N1)
     expected = sharing_of(lists(batch), batch.group_N.tolist(), advantage)
     for n, t in batch.mask_NT.nonzero().tolist():
         got = (
@@ -217,10 +219,10 @@ def test_tax_is_the_fisher_form_to_second_order():
 def test_tax_by_kind_of_context():
     ids_NT = torch.tensor([[5, 6, 8], [5, 7, 8]])
     mask_NT = torch.ones(2, 3).bool()
-    shared = sharing(ids_NT, mask_NT, torch.tensor([0, 0]), torch.tensor([1.0, -1.0]))
+    shared = sharing(ids_NT, mask_NT, torch.tensor([0, 0]), torch.tensor([[1.0], [-1.0]]))
     facts = Facts(
         mask_NT,
-        torch.tensor([1.0, -1.0]),
+        torch.tensor([[1.0], [-1.0]]),
         torch.zeros(2, 3),
         torch.zeros(2, 3).long(),
         ["other"],
@@ -236,7 +238,7 @@ def test_every_token_is_in_one_kind_of_context():
     mask_NT, group_N = torch.ones(3, 3).bool(), torch.zeros(3).long()
 
     def kinds(ids: list[list[int]], advantage: list[float]) -> list[list[str]]:
-        shared = sharing(torch.tensor(ids), mask_NT, group_N, torch.tensor(advantage))
+        shared = sharing(torch.tensor(ids), mask_NT, group_N, torch.tensor(advantage)[:, None])
         sets = shared.contexts
         assert (torch.stack(list(sets.values())).sum(0) == 1).all()
         return [[next(k for k in sets if sets[k][n, t]) for t in range(3)] for n in range(3)]
@@ -258,3 +260,28 @@ def test_kl_is_zero_without_a_step():
     assert change.kl_M is not None
     assert change.kl_M.abs().max() == 0
     assert torch.equal(change.logp_before_M, change.logp_after_M)
+
+
+def test_signs_go_by_turn():
+    """Two rollouts say 5, read 9 and say 6 or 7; the first does better in turn 0 and worse in
+    turn 1.
+    """
+    ids_NT = torch.tensor([[5, 9, 6, 8], [5, 9, 7, 8]])
+    mask_NT, group_N = torch.tensor([[True, False, True, True]] * 2), torch.zeros(2).long()
+    advantage_NT = torch.tensor([[1.0, 0.0, -2.0, -2.0], [-1.0, 0.0, 0.0, 0.0]])
+    shared = sharing(ids_NT, mask_NT, group_N, advantage_NT)
+    assert shared.positive_NT.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    assert shared.negative_NT.tolist() == [[1, 0, 1, 1], [1, 0, 0, 0]]
+    assert not shared.is_fork_NT.any(), "after the reply nobody has a positive turn"
+    both_NT = advantage_NT + torch.tensor([[0.0], [0.5]])
+    both = sharing(ids_NT, mask_NT, group_N, both_NT)
+    assert both.is_fork_NT.int().tolist() == [[0, 0, 1, 0]] * 2
+    facts = Facts(mask_NT, advantage_NT, *[torch.zeros(2, 4)] * 2, ["other"], shared)
+    classes = token_classes(["sign"], facts)["sign"]
+    assert {name: int(is_in_NT.sum()) for name, is_in_NT in classes.items()} == {
+        "positive": 1,
+        "negative": 3,
+        "zero": 2,
+    }
+    fell_NT = torch.full((2, 4), -1)
+    assert is_flip(fell_NT, advantage_NT).int().tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]

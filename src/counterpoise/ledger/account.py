@@ -194,7 +194,7 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
         "delta": delta_NT,
         "noise_floor": torch.full_like(delta_NT, scores.noise_floor),
         "change": change_NT,
-        "is_flip": is_flip(change_NT, rows.advantage_N[:, None]),
+        "is_flip": is_flip(change_NT, rows.sign_NT),
         "entropy": scores.entropy_NT,
     }
     return column if scores.kl_NT is None else column | {"kl": scores.kl_NT}

@@ -32,6 +32,7 @@ from counterpoise.ledger.measures.sharing import Sharing, sharing
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
 from counterpoise.maths.reduce import derived_seed
+from counterpoise.maths.turns import token_advantage
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
 
 Columns = TypeVar("Columns", Rows, TokenLoss)
@@ -239,12 +240,13 @@ def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
     distinct = list(dict.fromkeys(names))
     category_I = torch.tensor([distinct.index(name) for name in names], device=index_NT.device)
+    advantage_NT = token_advantage(credit, batch)
     shared = sharing(
-        batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), credit.advantage_N.cpu()
+        batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), advantage_NT.cpu()
     )
     return Facts(
         mask_NT=batch.mask_NT,
-        advantage_N=credit.advantage_N,
+        advantage_NT=advantage_NT,
         sampler_logp_NT=batch.sampler_logp_NT,
         category_NT=category_I[index_NT],
         category_names=distinct,

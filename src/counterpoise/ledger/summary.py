@@ -39,7 +39,7 @@ def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:
 def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
     """Named sets of the trained tokens, flat masks: sign, sharing, confidence, category."""
     shared = facts.sharing
-    sign_NT = facts.advantage_N.sign()[:, None].expand_as(facts.mask_NT)
+    sign_NT = facts.advantage_NT.sign().expand_as(facts.mask_NT)
     sets = {
         **by_sign(sign_NT),
         "both_signs": shared.is_both_NT,

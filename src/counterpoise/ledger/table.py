@@ -11,6 +11,7 @@ from torch import Tensor
 
 from counterpoise.ledger.measures.changes import CHANGES
 from counterpoise.ledger.measures.classes import Facts
+from counterpoise.maths.turns import token_advantage
 from counterpoise.run.schema import PART_PREFIX, TOKEN_COLUMNS
 from counterpoise.types import Credit, TokenBatch
 
@@ -61,7 +62,7 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "token_id": batch.token_ids_NT,
         "reward": batch.reward_N[:, None],
         "advantage": credit.advantage_N[:, None],
-        "sign": credit.advantage_N.sign()[:, None].to(torch.int8),
+        "sign": token_advantage(credit, batch).sign().to(torch.int8),
         "weight": credit.weight_NT,
         "credit": credit.credit_NT,
         "sampler_logp": batch.sampler_logp_NT,

@@ -70,9 +70,9 @@ def summarise(tables: dict[str, Frame]) -> dict[str, Any]:
 
 
 def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
-    """Tokens of rollouts whose advantage has one of the signs."""
-    wanted = torch.tensor(signs, device=rows.advantage_N.device)
-    return torch.isin(rows.advantage_N.sign().long(), wanted)[:, None] & rows.mask_NT
+    """Tokens whose advantage, of their turn or rollout, has one of the signs."""
+    wanted = torch.tensor(signs, device=rows.mask_NT.device)
+    return torch.isin(rows.sign_NT.long(), wanted) & rows.mask_NT
 
 
 def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
@@ -99,7 +99,7 @@ def token_columns(
         "group": rows.group_N[:, None],
         "rollout": rows.row_R.to(mask_RT.device)[:, None],
         "position": torch.arange(mask_RT.shape[1], device=mask_RT.device)[None],
-        "sign": rows.advantage_N.sign().long()[:, None],
+        "sign": rows.sign_NT.long(),
         "delta": delta_RT,
         "change": change_sign(delta_RT, noise_floor).long(),
     }

@@ -54,11 +54,7 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
     texts = scene.texts(rows.row_R)
     with torch.no_grad():
         state = head_state(scene.policy.model, texts)
-    has_sign_M = (
-        (rows.advantage_N.sign()[:, None].expand_as(rows.mask_NT)[rows.mask_NT] != 0)
-        .nonzero()
-        .flatten()
-    )
+    has_sign_M = (rows.sign_NT.expand_as(rows.mask_NT)[rows.mask_NT] != 0).nonzero().flatten()
     if len(has_sign_M) < 2:
         raise ValueError(
             f"coupling: no rollout of batch {scene.batch_number} has an advantage, so no token"
@@ -69,8 +65,8 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
     ]
     target_M = texts.token_ids_NT[texts.mask_NT][pick_M]
     prompt_M, sign_M = (
-        column[:, None].expand_as(rows.mask_NT)[rows.mask_NT][pick_M]
-        for column in (rows.group_N, rows.advantage_N.sign())
+        column.expand_as(rows.mask_NT)[rows.mask_NT][pick_M]
+        for column in (rows.group_N[:, None], rows.sign_NT)
     )
     out = []
     for prompt in [-1, *prompt_M.unique().tolist()]:

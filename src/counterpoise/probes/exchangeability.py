@@ -119,7 +119,7 @@ def node_rows(scene: Scene) -> Columns:
     everyone = torch.arange(batch.num_rollouts, device=batch.mask_NT.device)
     advantage_N = make_method("dr_grpo", **BASE).assign(batch).advantage_N
     columns = (batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu())
-    nodes, shared = prefix_nodes(*columns), sharing(*columns, advantage_N.cpu())
+    nodes, shared = prefix_nodes(*columns), sharing(*columns, advantage_N.cpu()[:, None])
     node_K = nodes.node_NT[shared.is_both_NT].unique()
     if not len(node_K):
         raise ValueError(

@@ -16,7 +16,7 @@ from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.types import Credit, RolloutBatch, TokenBatch, cut_width
 
-ALL = "all"  # every preset, those of plug-ins too
+ALL = "all"  # every preset that needs no score of turns, those of plug-ins too
 
 
 class Assigned(NamedTuple):
@@ -28,13 +28,13 @@ class Assigned(NamedTuple):
 
 
 def methods_of(text: str) -> dict[str, Method]:
-    """``all`` for every preset, or a list as YAML writes it: ``dapo, {name: dapo, plan: ...}``.
+    """``all`` (``every_preset``), or a list as YAML writes it: ``dapo, {name: dapo, plan: ...}``.
 
     >>> list(methods_of("dapo, {name: grpo, credit: [top_entropy]}"))
     ['dapo', 'grpo, credit top_entropy']
     """
     where = f"methods {text!r}"
-    specs: Any = list(known_methods()) if text.strip() == ALL else load_yaml(f"[{text}]", where)
+    specs: Any = every_preset() if text.strip() == ALL else load_yaml(f"[{text}]", where)
     methods = [method_of(spec, where) for spec in specs]
     labels = [method.label for method in methods]
     twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -42,6 +42,12 @@ def methods_of(text: str) -> dict[str, Method]:
         problem = f"{twice!r} is there twice" if twice else "no method"
         raise ValueError(f"{where}: {problem}. Expected all, or each method once.")
     return dict(zip(labels, methods))
+
+
+def every_preset() -> list[str]:
+    """The presets that every batch has the columns for, or a model can measure them."""
+    known = known_methods().items()
+    return [name for name, info in known if "turn_score_NU" not in info["needs"]]
 
 
 def named_method(spec: str) -> tuple[str, Method]:
@@ -116,6 +122,7 @@ def first_rows(one: Assigned, shape: torch.Size) -> Assigned:
     row_R = torch.arange(num, device=one.batch.mask_NT.device)
     credit = one.credit._replace(
         advantage_N=one.credit.advantage_N[:num],
+        advantage_NU=None if one.credit.advantage_NU is None else one.credit.advantage_NU[:num],
         weight_NT=one.credit.weight_NT[:num, :width],
         credit_NT=one.credit.credit_NT[:num, :width],
     )

@@ -171,7 +171,7 @@ def chosen_targets(
     """
     level = torch.quantile(entropy_RT[rows.mask_NT].double(), HIGH_ENTROPY)
     is_high_RT = (entropy_RT >= level) & rows.mask_NT
-    pool = (is_high_RT & (rows.advantage_N != 0)[:, None]).nonzero().tolist()
+    pool = (is_high_RT & (rows.sign_NT != 0)).nonzero().tolist()
     if not pool:
         raise ValueError(
             "coupling: no rollout of this update has an advantage, so nothing is pushed. Choose"
@@ -195,9 +195,9 @@ def candidates(
     row, position = target
     is_peer_R = rows.group_N == rows.group_N[row]
     is_peer_R[row] = False
-    sign_R = rows.advantage_N > 0 if bucket.sign == "positive" else rows.advantage_N < 0
+    is_side_RT = rows.sign_NT == (1 if bucket.sign == "positive" else -1)
     is_same_RT = token_ids_RT == token_ids_RT[row, position]
-    in_RT = (is_peer_R & sign_R)[:, None] & rows.mask_NT & (weight_RT != 0)
+    in_RT = is_peer_R[:, None] & is_side_RT & rows.mask_NT & (weight_RT != 0)
     return (
         in_RT
         & (is_same_RT if bucket.token == "same" else ~is_same_RT)

@@ -19,6 +19,7 @@ import torch
 from scipy.stats import spearmanr
 
 from counterpoise.maths.columns import by_sign, is_flip
+from counterpoise.maths.turns import token_advantage
 from counterpoise.probes.methods import Assigned, assign, named_method
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
 from counterpoise.probes.scene import Scene, open_scene
@@ -141,7 +142,7 @@ def updates(scene: Scene, assigned: dict[str, Assigned]) -> pd.DataFrame:
         "group": scene.collected.batch.group_N[row_R][:, None],
         "rollout": row_R[:, None],
         "position": torch.arange(scene.collected.batch.mask_NT.shape[1], device=row_R.device)[None],
-        "sign": scene.credit.advantage_N[row_R].sign()[:, None],
+        "sign": token_advantage(scene.credit, scene.collected.batch)[row_R].sign(),
     }
     for label, one in assigned.items():
         change = try_update(scene, one.method.rows(one.batch, one.credit, row_R), method=one.method)

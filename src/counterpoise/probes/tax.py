@@ -22,6 +22,7 @@ from counterpoise.ledger.account import score_update
 from counterpoise.ledger.calculus.logprobs import copy_params, trainable
 from counterpoise.ledger.calculus.snapshot import restore, snapshot
 from counterpoise.ledger.measures.sharing import sharing
+from counterpoise.maths.turns import token_advantage
 from counterpoise.probes.counterfactual import SIDES, enters
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, error_bars, means
 from counterpoise.probes.scene import Scene
@@ -120,7 +121,8 @@ def kl_of(scene: Scene, rows: Rows, enters_RT: Tensor) -> Tensor:
 def contexts(scene: Scene, rows: Rows) -> dict[str, Tensor]:
     """The kinds of context of the rows' tokens, as the ledger has them: of the whole batch."""
     batch = scene.collected.batch
-    columns = (batch.token_ids_NT, batch.mask_NT, batch.group_N, scene.credit.advantage_N)
+    advantage_NT = token_advantage(scene.credit, batch)
+    columns = (batch.token_ids_NT, batch.mask_NT, batch.group_N, advantage_NT)
     whole = sharing(*(column.cpu() for column in columns))
     sets = whole.select(rows.row_R.cpu()).contexts
     return {name: is_in.to(rows.mask_NT.device) & rows.mask_NT for name, is_in in sets.items()}

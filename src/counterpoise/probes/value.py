@@ -128,12 +128,7 @@ def candidates(scene: Scene, rows: Rows, change: Change, sign: int, value: int) 
     """
     stop = torch.tensor(list(scene.policy.stop_ids), device=rows.mask_NT.device)
     is_stop_RT = torch.isin(scene.collected.batch.token_ids_NT[rows.row_R], stop)
-    at_RT = (
-        (change.sign_RT == value)
-        & rows.mask_NT
-        & ~is_stop_RT
-        & (rows.advantage_N.sign() == sign)[:, None]
-    )
+    at_RT = (change.sign_RT == value) & rows.mask_NT & ~is_stop_RT & (rows.sign_NT == sign)
     row, position = (index.cpu().numpy() for index in at_RT.nonzero(as_tuple=True))
     entropy = change.scores.entropy_NT[at_RT].double().cpu().numpy()
     return Candidates(row, position, entropy, rows.group_N.cpu().numpy()[row])

@@ -21,11 +21,12 @@ Classes = dict[str, Tensor]
 class Facts(NamedTuple):
     """What is known of the tokens before anything is differentiated.
 
-    ``category_NT`` indexes ``category_names``.
+    ``advantage_NT`` is [N, 1], or [N, T] where a rule tells turns apart. ``category_NT`` indexes
+    ``category_names``.
     """
 
     mask_NT: Tensor
-    advantage_N: Tensor
+    advantage_NT: Tensor
     sampler_logp_NT: Tensor
     category_NT: Tensor
     category_names: Sequence[str]
@@ -34,7 +35,7 @@ class Facts(NamedTuple):
     def select(self, row_R: Tensor) -> Facts:
         return Facts(
             self.mask_NT[row_R],
-            self.advantage_N[row_R],
+            self.advantage_NT[row_R],
             self.sampler_logp_NT[row_R],
             self.category_NT[row_R],
             self.category_names,
@@ -43,10 +44,10 @@ class Facts(NamedTuple):
 
 
 def by_sign(facts: Facts) -> Classes:
-    """Tokens of rollouts with positive, negative and zero advantage."""
-    sign_N1 = facts.advantage_N.sign()[:, None]
+    """Tokens with positive, negative and zero advantage, of their turn or rollout."""
+    sign_NT = facts.advantage_NT.sign()
     return {
-        name: (sign_N1 == value) & facts.mask_NT
+        name: (sign_NT == value) & facts.mask_NT
         for name, value in (("positive", 1), ("negative", -1), ("zero", 0))
     }
 
@@ -99,7 +100,7 @@ def token_classes(axes: Sequence[str], facts: Facts) -> dict[str, Classes]:
     >>> one = Sharing(*[nothing.bool()] * 5)
     >>> facts = Facts(
     ...     torch.ones(2, 1).bool(),
-    ...     torch.tensor([1.0, -1.0]),
+    ...     torch.tensor([[1.0], [-1.0]]),
     ...     nothing,
     ...     nothing.long(),
     ...     ["other"],

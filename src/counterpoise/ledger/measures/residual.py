@@ -43,6 +43,7 @@ def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
     """
     mask_NT = rows.mask_NT
     credit_NT = torch.where(mask_NT, rows.credit_NT, 0)
+    advantage_NT = rows.advantage_N[:, None] if rows.advantage_NT is None else rows.advantage_NT
     mean_scale = rows.scale_NT.sum() / mask_NT.sum().clamp(min=1)
     return {
         "full": loss.coef_NT * rows.scale_NT,
@@ -52,7 +53,7 @@ def entering(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
         "no_length": loss.coef_NT * mean_scale,
         "no_coupling": torch.where(loss.clipped_NT, loss.coef_NT, credit_NT) * rows.scale_NT,
         "credit": credit_NT,
-        "advantage": torch.where(mask_NT, rows.advantage_N[:, None].to(credit_NT.dtype), 0),
+        "advantage": torch.where(mask_NT, advantage_NT.to(credit_NT.dtype), 0),
     }
 
 
@@ -71,9 +72,9 @@ def residuals(token_ids_NT: Tensor, rows: Rows, loss: TokenLoss) -> dict[str, fl
     """
     nodes = prefix_nodes(token_ids_NT, rows.mask_NT, rows.group_N)
     by_group = groups(rows.group_N)
-    sign_N1 = rows.advantage_N.sign()[:, None]
-    is_both_M = (nodes.sum(((sign_N1 > 0) & rows.mask_NT).long()) > 0) & (
-        nodes.sum(((sign_N1 < 0) & rows.mask_NT).long()) > 0
+    sign_NT = rows.sign_NT
+    is_both_M = (nodes.sum(((sign_NT > 0) & rows.mask_NT).long()) > 0) & (
+        nodes.sum(((sign_NT < 0) & rows.mask_NT).long()) > 0
     )
     if not is_both_M.any():
         return {}
