@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoise import credit as rules
-from counterpoise.maths.reduce import LOCAL, Reduce
+from counterpoise.maths.reduce import LOCAL
 from counterpoise.stage import build, call
 from helpers.credit_cases import (
     assert_equal,
@@ -23,6 +22,7 @@ from helpers.credit_cases import (
     credited_batches,
     laws,
     name_of,
+    on_two_ranks,
     run,
     spread,
 )
@@ -159,34 +159,6 @@ def test_inputs_stay_and_the_dtype_is_kept(data):
         assert all(torch.equal(getattr(batch, name), column) for name, column in columns.items()), (
             name_of(rule)
         )
-
-
-def on_two_ranks(rule, credit_NT, batch, cut):
-    """The rule on two halves of the batch, in two threads that exchange through the hook as ranks
-    do.
-    """
-    barrier, box, out = threading.Barrier(2, timeout=600), [None, None], [None, None]
-
-    def exchange(rank, value):
-        box[rank] = value
-        barrier.wait()
-        parts = list(box)
-        barrier.wait()
-        return parts
-
-    def work(rank):
-        row_R = (cut if rank else ~cut).nonzero().flatten()
-        hook = Reduce(
-            sum=lambda v: sum(exchange(rank, v)), cat=lambda v: torch.cat(exchange(rank, v))
-        )
-        out[rank] = run(rule, credit_NT[row_R], batch.select(row_R), hook)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return out
 
 
 @settings(laws, max_examples=20)

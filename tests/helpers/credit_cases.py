@@ -4,11 +4,13 @@ the rule.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from counterpoise.maths.reduce import LOCAL, seeded_generator
+from counterpoise.maths.reduce import LOCAL, Reduce, seeded_generator
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 from helpers.strategies import ragged_batches
@@ -78,3 +80,31 @@ def spread(advantages, batch):
 
 def run(rule, credit_NT, batch, reduce=LOCAL):
     return call(rule, credit_NT, batch, reduce=reduce, generator=seeded_generator(0, 0, "test"))
+
+
+def on_two_ranks(rule, credit_NT, batch, cut):
+    """The rule on two halves of the batch, in two threads that exchange through the hook as ranks
+    do.
+    """
+    barrier, box, out = threading.Barrier(2, timeout=600), [None, None], [None, None]
+
+    def exchange(rank, value):
+        box[rank] = value
+        barrier.wait()
+        parts = list(box)
+        barrier.wait()
+        return parts
+
+    def work(rank):
+        row_R = (cut if rank else ~cut).nonzero().flatten()
+        hook = Reduce(
+            sum=lambda v: sum(exchange(rank, v)), cat=lambda v: torch.cat(exchange(rank, v))
+        )
+        out[rank] = run(rule, credit_NT[row_R], batch.select(row_R), hook)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
