@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -26,6 +27,8 @@ METHODS = {
     "ktae": {},
     "dfpo_min": {},
     "tpo": {},
+    "turn_rloo": {},
+    "gigpo": {},
     "shared_prefix": {"method": "dapo", "method_axes": {"credit": ["shared_prefix"]}},
 }
 
@@ -85,6 +88,17 @@ def test_the_ledger_balances(tmp_path):
     size = tokens["predicted"].abs().max()
     assert tokens["part_sign_rest"].abs().max() < 1e-3 * size
     assert tokens[["predicted", "delta"]].corr().iloc[0, 1] > 0.99
+
+
+def test_signs_in_the_ledger_are_those_of_turns(tmp_path):
+    """A turn is compared with those rollouts that also got to it, so a rollout has two numbers."""
+    trained(tmp_path, method="turn_rloo", plan="query_preserved")
+    tokens = pq.read_table(
+        tmp_path / "counterpoise" / "tokens" / "batch_000000.parquet"
+    ).to_pandas()
+    assert (np.sign(tokens["credit"]) == tokens["sign"]).all()
+    assert tokens.groupby("rollout")["credit"].nunique().max() > 1
+    assert (np.sign(tokens["advantage"]) != tokens["sign"]).any()
 
 
 def test_a_reply_that_differs_ends_what_rollouts_share(tmp_path):

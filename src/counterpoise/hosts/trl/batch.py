@@ -18,6 +18,7 @@ from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.scoring import Scores, plain_model, score_again
 from counterpoise.maths.head import Head, head_scores
 from counterpoise.maths.reduce import LOCAL, over_ranks
+from counterpoise.maths.turns import by_turn, token_advantage, turns
 from counterpoise.stage import SUCCESS, Stage
 from counterpoise.types import Credit, TokenBatch
 
@@ -137,6 +138,8 @@ def spread_columns(batch: TokenBatch, credit: Credit, live: Live, width: int) ->
     }
     if batch.entropy_NT is not None:
         wide["cp_entropy"] = batch.entropy_NT
+    if credit.advantage_NU is not None:
+        wide["cp_turn_advantage"] = token_advantage(credit, batch)
     success = batch.success_N
     return {
         **({} if success is None else {"cp_success": live.spread(success, row_R)}),
@@ -184,9 +187,12 @@ def whole_batch(trainer: CreditMixin, columns: dict[str, Any]) -> tuple[TokenBat
         ref_logp_NT=columns.get("ref_per_token_logps"),
         max_length=trainer.max_completion_length,
     )
-    return batch, Credit(
-        columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {}
-    )
+    credit = Credit(columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {})
+    if "cp_turn_advantage" not in columns:
+        return batch, credit
+    played = turns(batch)
+    advantage_NU = by_turn(columns["cp_turn_advantage"], played.turn_NT, played.mask_NU.shape[1])
+    return batch, credit._replace(advantage_NU=advantage_NU)
 
 
 def head_of(trainer: CreditMixin) -> Head:
