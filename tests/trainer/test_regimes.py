@@ -84,7 +84,7 @@ def test_a_rare_success_is_rare_and_no_luck():
     assert rollouts.batch.reward_N.sum() < sum(closing) / 2  # most right closings are luck
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", [name for name in BUNDLED if name != "bundled_turns"])
 def test_every_bundled_start_has_the_same_tokenizer_and_is_small(name):
     policy, first = load_model(name), load_model("bundled")
     assert policy.tokenizer.get_vocab() == first.tokenizer.get_vocab()

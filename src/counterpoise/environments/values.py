@@ -22,6 +22,7 @@ from counterpoise.types import Prompt
 
 # (action, reply) of each turn so far
 History = tuple[tuple[str, str], ...]
+STOP = ";"  # ends a turn of the models that come with the package
 
 
 def outcomes(
@@ -170,10 +171,10 @@ def values(tree: Tree, probability_HA: Tensor) -> Values:
     return Values(value_H, action_value_HA, action_value_HA - value_H[:, None])
 
 
-def transcript(prompt: Prompt, history: History, stop: str = ";") -> str:
+def transcript(prompt: Prompt, history: History) -> str:
     """What a model has read after a history: the prompt, and every turn with its reply.
 
     >>> transcript(Prompt("", "1-g:"), (("8", "<"), ("4", ">")))
     '1-g:8;<4;>'
     """
-    return prompt.text + "".join(f"{action}{stop}{reply}" for action, reply in history)
+    return prompt.text + "".join(f"{action}{STOP}{reply}" for action, reply in history)

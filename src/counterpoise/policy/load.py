@@ -35,6 +35,7 @@ BUNDLED = {
     "bundled_varied": "starts/varied",
     "bundled_hard": "starts/hard",
     "bundled_free": "starts/free",
+    "bundled_turns": "starts/turns",
 }
 # left unset, Transformers asks on stdin whether the folder's Python may run
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
