@@ -14,6 +14,8 @@ from counterpoise import credit as rules
 from counterpoise.advantages import group_mean, group_zscore, leave_one_out
 from counterpoise.credit.scores import gains, smear
 from counterpoise.maths.turns import by_turn, histories, returns, token_advantage, turns
+from counterpoise.trainer.warn import flat_batches
+from counterpoise.types import RolloutBatch
 from helpers.credit_cases import spread
 from helpers.full_batch import make_batch
 from helpers.replies import with_reply
@@ -402,6 +404,16 @@ def test_without_such_a_rule_there_is_no_advantage_of_turns():
     rows = cp.method("crf_ntf").rows(batch, out, torch.arange(16))
     assert rows.advantage_NT is None
     assert torch.equal(rows.sign_NT, out.advantage_N.sign()[:, None])
+
+
+def test_equal_rewards_may_teach():
+    """Both earn 1, one of them later: nothing for GRPO, something for the second turn."""
+    batch = talk([[1.0, 0.0], [0.0, 1.0]])
+    rollouts = RolloutBatch([], [], [], [], batch, 0, [])
+    assert flat_batches(1, rollouts, cp.method("grpo").assign(batch)) == 2
+    assert flat_batches(1, rollouts, cp.method("turn_rloo").assign(batch)) == 0
+    same = talk([[1.0, 0.0], [1.0, 0.0]])
+    assert flat_batches(1, rollouts, cp.method("turn_rloo").assign(same)) == 2
 
 
 def test_rules_of_turns_come_first():

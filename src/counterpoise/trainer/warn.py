@@ -18,12 +18,15 @@ FLAT_BATCHES = 3  # so many batches in a row with nothing to learn are worth a l
 
 
 def flat_batches(before: int, collected: RolloutBatch, credit: Credit) -> int:
-    """Batches in a row, up to this one, whose rewards are all equal or whose advantages are all 0.
+    """Batches in a row, up to this one, whose rewards are all equal or whose advantages are all 0;
+    where a rule tells turns apart, those of all turns.
 
     ``before`` is the number of the batch before.
     """
     reward_N = collected.batch.reward_N
     is_flat = bool((reward_N == reward_N[0]).all() or (credit.advantage_N == 0).all())
+    if credit.advantage_NU is not None:
+        is_flat = not bool(credit.advantage_NU.any())
     return before + 1 if is_flat else 0
 
 
