@@ -315,7 +315,7 @@ def test_steps_in_a_row_equal_steps_one_by_one(monkeypatch):
     )
     settings |= {"needs": {"topk_ids_NTK", "topk_logp_NTK"}, "topk": 3, "temperature": 0.8}
     together = sample(model, PROMPTS, **settings)
-    monkeypatch.setattr(engine.Engine, "_is_native", lambda self, settings: False)
+    monkeypatch.setattr(engine.Engine, "is_native", lambda self, settings: False)
     single = sample(model, PROMPTS, **settings)
     for name in ("token_ids_NT", "sampler_logp_NT", "entropy_NT", "topk_ids_NTK"):
         assert torch.equal(getattr(together, name), getattr(single, name)), name

@@ -19,7 +19,7 @@ from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Asked
 from counterpoise.sampling.decoder import Weights
 from counterpoise.sampling.draw import Draw, argmax, candidates, draw, truncate
-from counterpoise.sampling.slots import Columns, Settings, Slots, record
+from counterpoise.sampling.slots import Columns, Settings, Slots, empty_columns, record
 
 STEPS = 8  # decode steps on an accelerator between two looks at whether anyone still runs
 GRAIN = 64  # cache slots are a multiple of this
@@ -98,17 +98,8 @@ class StackSampler:
         keys, values = (torch.zeros(size, dtype=self.dtype, device=device) for _ in range(2))
         whole = torch.zeros(num_rows, dtype=torch.long, device=device)
         slots = Slots(whole, whole.clone(), whole.clone(), whole.clone(), whole.bool())
-        rows, tokens = num_rows + 1, settings.max_new_tokens
-        wide = (rows, tokens if settings.has_hidden else 0, self.stack.like.embed_VD.shape[1])
-        sizes = (
-            [(rows, tokens)] * 3
-            + [(rows,), (rows, tokens), wide]
-            + [(rows, tokens, settings.topk)] * 2
-        )
-        long, real, exact = torch.long, torch.float32, torch.float64
-        dtypes = (long, real, real, long, exact, self.dtype, long, real)
-        buffers = (torch.zeros(s, dtype=d, device=device) for s, d in zip(sizes, dtypes))
-        return Lane(slots, Columns(*buffers), keys, values, [])
+        columns = empty_columns(num_rows, settings, self.weights.head_DV, device)
+        return Lane(slots, columns, keys, values, [])
 
     def _admit(self, lane: Lane, asked: Asked, group_size: int, uniform_BT: Tensor) -> None:
         """Read every prompt once and give each of its rows a copy of its cache."""
@@ -141,7 +132,7 @@ class StackSampler:
 
     def _capture(self, lane: Lane, settings: Settings) -> Any:
         """A graph of one step; the state it starts from is put back after the warm-up."""
-        state = (*lane.slots, *lane.columns)
+        state = [t for t in (*lane.slots, *lane.columns) if t is not None]
         values = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -28,7 +28,16 @@ from counterpoise.policy.prompts import distinct, pad_prompts
 from counterpoise.sampling.decoder import decode, fuse_weights, prefill, refresh, rotary, shape_of
 from counterpoise.sampling.draw import Draw, argmax, candidates, draw, truncate
 from counterpoise.sampling.kernels import cpu as kernels_cpu
-from counterpoise.sampling.slots import Columns, Settings, Slots, record
+from counterpoise.sampling.slots import (
+    Columns,
+    Dialogue,
+    Moved,
+    Settings,
+    Slots,
+    empty_columns,
+    record,
+)
+from counterpoise.sampling.talk import hold_conversations
 
 log = logging.getLogger("counterpoise.sampling")
 COMPACT_FRAC = 0.9  # the batch shrinks once no more than this share of it is alive
@@ -61,6 +70,7 @@ class Engine:
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.slots: Any = None
         self.columns: Any = None
+        self.columns_for: tuple[Any, ...] = ()
         self.decode: Callable[..., Tensor] = decode
         self.candidates: Callable[..., tuple[Tensor, Tensor]] = candidates
         self.kernels: ModuleType | None = None
@@ -74,8 +84,10 @@ class Engine:
         uniform_NT: Tensor,
         settings: Settings,
         max_rows: int,
+        dialogue: Dialogue | None = None,
     ) -> Columns:
-        """Sample every row, ``prompts[i]`` being the prompt of row i.
+        """Sample every row, ``prompts[i]`` being the prompt of row i; with a ``dialogue`` a row
+        goes on after each of its turns with what the other side says.
 
         The columns are the engine's own: copy what you keep.
         """
@@ -90,7 +102,10 @@ class Engine:
             self._reserve_columns(len(prompts), settings, uniform_NT)
             try:
                 with self._as_panels() as self.panels:
-                    self._run(prompts, settings)
+                    if dialogue is None:
+                        self._run(prompts, settings)
+                    else:
+                        hold_conversations(self, prompts, settings, dialogue)
             finally:
                 self.panels = None  # a copy of all weights
         return self.columns
@@ -163,29 +178,13 @@ class Engine:
             )
 
     def _reserve_columns(self, num_rows: int, settings: Settings, uniform_NT: Tensor) -> None:
-        size, device, weight_DV = (
-            (num_rows + 1, settings.max_new_tokens),
-            uniform_NT.device,
-            self.weights.head_DV,
-        )
-        wide = (
-            num_rows + 1,
-            settings.max_new_tokens if settings.has_hidden else 0,
-            weight_DV.shape[0],
-        )
-        best = (*size, settings.topk)
-        shapes = [size, size, size, size[:1], size, wide, best, best]
-        if (
-            self.columns is None
-            or [tuple(c.shape) for c in self.columns] != shapes
-            or self.columns.length_N.device != device
-        ):
-            whole, real, exact = torch.long, torch.float32, torch.float64
-            dtypes = [whole, real, real, whole, exact, weight_DV.dtype, whole, real]
-            self.columns = Columns(
-                *(torch.zeros(s, dtype=d, device=device) for s, d in zip(shapes, dtypes))
+        asked = settings.max_new_tokens, settings.has_hidden, settings.topk, settings.has_turns
+        key = (num_rows, *asked, self.weights.head_DV.dtype, uniform_NT.device)
+        if self.columns_for != key:
+            self.columns = empty_columns(
+                num_rows, settings, self.weights.head_DV, uniform_NT.device
             )
-            self.graphs = {}
+            self.columns_for, self.graphs = key, {}
         if uniform_NT.shape[1]:
             self.columns.uniform_NT[:-1].copy_(uniform_NT)
 
@@ -218,18 +217,19 @@ class Engine:
             free = num_slots - num_alive
             if waiting and free >= min(len(waiting), max(1, num_slots // 8)):
                 taken, waiting = waiting[:free], waiting[free:]
-                self._admit(taken, [prompts[row] for row in taken])
+                slot_R = (~self.slots.alive_B).nonzero()[: len(taken), 0]
+                self.admit(slot_R, taken, [prompts[row] for row in taken])
             elif num_alive == 0:
                 return
             elif (
                 not waiting
                 and num_alive <= num_slots * COMPACT_FRAC
-                and not self._is_native(settings)
+                and not self.is_native(settings)
             ):
-                num_slots = self._compact(num_alive, num_slots)
-            self._steps(num_slots, settings)
+                num_slots = self.compact(self.slots.alive_B, num_slots).num_slots
+            self.advance(num_slots, settings)
 
-    def _is_native(self, settings: Settings) -> bool:
+    def is_native(self, settings: Settings) -> bool:
         """Whether C draws and records too; its threads then leave out slots that have ended,
         wherever they lie.
         """
@@ -243,9 +243,9 @@ class Engine:
             and not settings.is_greedy
         )
 
-    def _steps(self, num_slots: int, settings: Settings) -> None:
+    def advance(self, num_slots: int, settings: Settings) -> None:
         """The steps between two looks at who has stopped."""
-        if self._is_native(settings):
+        if self.is_native(settings):
             return kernels_cpu.advance(self.panels, self.slots, self.columns, settings, SYNC_STEPS)
         num_steps = (
             1 if self.keys.device.type == "cpu" else SYNC_STEPS
@@ -267,10 +267,17 @@ class Engine:
             else min(-(-top // BUCKET) * BUCKET, self.keys.shape[3])
         )
 
-    def _admit(self, rows: list[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Read the distinct prompts of these rows and put each row into a free slot."""
-        device = self.slots.row_B.device
-        slot_R = (~self.slots.alive_B).nonzero()[: len(rows), 0]
+    def admit(
+        self,
+        slot_R: Tensor,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        ages: Sequence[int] | None = None,
+    ) -> None:
+        """Read the distinct prompts of these rows and put each row into its slot; ``ages`` are
+        tokens of a row that its prompt here already holds.
+        """
+        device = slot_R.device
         different, number = distinct(prompts)
         pick_R = torch.tensor(number, device=device)
         per_pass = max(1, PREFILL_TOKENS // max(map(len, different)))
@@ -290,28 +297,24 @@ class Engine:
         slots.position_B[slot_R] = torch.tensor(
             [len(prompt) - 1 for prompt in prompts], device=device
         )
-        slots.age_B[slot_R] = 0
+        slots.age_B[slot_R] = torch.tensor(ages or [0] * len(rows), device=device)
         slots.row_B[slot_R] = torch.tensor(rows, device=device)
         slots.alive_B[slot_R] = True
 
-    def _compact(self, num_alive: int, num_slots: int) -> int:
-        """Living rows from beyond the new end fill the gaps before it; the batch shrinks to the
-        next power of two (any number on a CPU).
+    def compact(self, is_kept_B: Tensor, num_slots: int) -> Moved:
+        """Kept slots from beyond the new end fill the gaps before it; the batch shrinks to the next
+        power of two (any number on a CPU).
         """
-        size = (
-            num_alive
-            if self.keys.device.type == "cpu"
-            else min(num_slots, max(8, 1 << (num_alive - 1).bit_length()))
-        )
-        if size >= num_slots:
-            return num_slots
-        from_R = self.slots.alive_B[size:num_slots].nonzero()[:, 0] + size
-        to_R = (~self.slots.alive_B[:size]).nonzero()[: len(from_R), 0]
+        num_kept, is_cpu = int(is_kept_B[:num_slots].sum()), self.keys.device.type == "cpu"
+        size = num_kept if is_cpu else max(8, 1 << (num_kept - 1).bit_length())
+        size = min(num_slots, size)
+        from_R = is_kept_B[size:num_slots].nonzero()[:, 0] + size
+        to_R = (~is_kept_B[:size]).nonzero()[: len(from_R), 0]
         for column in self.slots:
             column[to_R] = column[from_R]
         self.keys[:, to_R] = self.keys[:, from_R]
         self.values[:, to_R] = self.values[:, from_R]
-        return size
+        return Moved(size, from_R, to_R)
 
     def _step(self, num_slots: int, seen: int, settings: Settings) -> None:
         if self.keys.device.type == "cpu":
@@ -325,7 +328,7 @@ class Engine:
         """A graph of one step; the state it starts from is put back after the warm-up that
         capturing needs.
         """
-        state = (*self.slots, *self.columns)
+        state = [tensor for tensor in (*self.slots, *self.columns) if tensor is not None]
         values = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -109,6 +109,7 @@ def sample(
     engine: bool = True,
     needs: frozenset[str] | set[str] = frozenset(),
     topk: int = 20,
+    uniform_NT: Tensor | None = None,
 ) -> Rollouts:
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to
     top-k and then to the nucleus top-p.
@@ -130,6 +131,7 @@ def sample(
             tokens; others are ignored, and so are these on the generic path: ``measure`` has them
             all.
         topk: K of the candidates.
+        uniform_NT: the numbers in [0, 1) by which each row draws, in place of the seed's.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -163,20 +165,15 @@ def sample(
     settings = _Settings(
         max_new_tokens, 1.0 if greedy else temperature, top_p, top_k, stop_S, greedy
     )
-    columns, extras = _columns(len(prompt_index), max_new_tokens, seed, greedy, model.device), {}
+    num, extras = len(prompt_index), {}
+    if uniform_NT is None:
+        uniform_NT = uniforms(seed, range(num), 0 if greedy else max_new_tokens)
+    columns = _columns(uniform_NT.to(model.device), max_new_tokens)
     prompts, fast = [prompt_ids[p] for p in prompt_index], engine_for(model) if engine else None
     with evaluating(model), torch.no_grad():
         if fast is None:
             _waves(model, prompts, settings, columns, max_rows)
         else:
-            wanted = (
-                "hidden_NTD" in needs,
-                (
-                    min(topk, model.config.vocab_size)
-                    if needs & {"topk_ids_NTK", "topk_logp_NTK"}
-                    else 0
-                ),
-            )
             how = engine_settings(
                 max_new_tokens,
                 settings.temperature,
@@ -184,18 +181,28 @@ def sample(
                 top_k,
                 tuple(stop_S.tolist()),
                 greedy,
-                *wanted,
+                *asked_of_engine(needs, topk, model.config.vocab_size),
             )
             filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows)
             token_ids_NT, logp_NT, entropy_NT, length_N = (
                 column[:-1].clone() for column in filled[:4]
             )
             columns = _Columns(token_ids_NT, logp_NT, entropy_NT, length_N, columns.uniform_NT)
-            extras = _extras(filled, needs, columns.length_N)
+            extras = engine_extras(filled, needs, columns.length_N)
     return _finished(columns, prompt_index, pad_id, stop_S)._replace(**extras)
 
 
-def _extras(filled: Any, needs: frozenset[str] | set[str], length_N: Tensor) -> dict[str, Tensor]:
+def asked_of_engine(
+    needs: frozenset[str] | set[str], topk: int, num_tokens: int
+) -> tuple[bool, int]:
+    """Whether the engine takes hidden states along, and how many candidates."""
+    has_candidates = bool(needs & {"topk_ids_NTK", "topk_logp_NTK"})
+    return "hidden_NTD" in needs, min(topk, num_tokens) if has_candidates else 0
+
+
+def engine_extras(
+    filled: Any, needs: frozenset[str] | set[str], length_N: Tensor
+) -> dict[str, Tensor]:
     """The engine's further columns, 0 on padding; half precision widens to float32 as in
     ``measure``.
     """
@@ -350,15 +357,14 @@ def _write(columns: _Columns, running: _Running, t: int, drawn: Draw) -> None:
     columns.length_N[row_B] += running.alive_B
 
 
-def _columns(n: int, num: int, seed: int, greedy: bool, device: torch.device) -> _Columns:
+def _columns(uniform_NT: Tensor, num: int) -> _Columns:
+    n, device = len(uniform_NT), uniform_NT.device
     return _Columns(
         token_ids_NT=torch.zeros(n, num, dtype=torch.long, device=device),
         sampler_logp_NT=torch.zeros(n, num, device=device),
         entropy_NT=torch.zeros(n, num, device=device),
         length_N=torch.zeros(n, dtype=torch.long, device=device),
-        uniform_NT=(
-            torch.zeros(n, 0, device=device) if greedy else uniforms(seed, range(n), num).to(device)
-        ),
+        uniform_NT=uniform_NT,
     )
 
 
@@ -367,13 +373,7 @@ def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: T
     mask_NT = torch.arange(width, device=columns.length_N.device) < columns.length_N[:, None]
     token_ids_NT = columns.token_ids_NT[:, :width].masked_fill(~mask_NT, pad_id)
     sampler_logp_NT = columns.sampler_logp_NT[:, :width] * mask_NT
-    bad_N = ~torch.isfinite(sampler_logp_NT).all(1)
-    if bad_N.any():
-        raise ValueError(
-            f"sample: the model's logits are not finite in row {int(bad_N.nonzero()[0])}"
-            f" ({int(bad_N.sum())} of {len(bad_N)} rows). The weights have diverged: lower the"
-            " learning rate or go back to an earlier checkpoint."
-        )
+    check_logits(sampler_logp_NT)
     is_stop_N = torch.isin(token_ids_NT.gather(1, columns.length_N[:, None] - 1)[:, 0], stop_S)
     return Rollouts(
         prompt_index_N=torch.tensor(prompt_index, device=mask_NT.device),
@@ -383,3 +383,14 @@ def _finished(columns: _Columns, prompt_index: list[int], pad_id: int, stop_S: T
         entropy_NT=columns.entropy_NT[:, :width] * mask_NT,
         stop_reason=tuple("stop" if is_stop else "length" for is_stop in is_stop_N.tolist()),
     )
+
+
+def check_logits(sampler_logp_NT: Tensor) -> None:
+    """Log-probs are finite, or the model has diverged."""
+    bad_N = ~torch.isfinite(sampler_logp_NT).all(1)
+    if bad_N.any():
+        raise ValueError(
+            f"sample: the model's logits are not finite in row {int(bad_N.nonzero()[0])}"
+            f" ({int(bad_N.sum())} of {len(bad_N)} rows). The weights have diverged: lower the"
+            " learning rate or go back to an earlier checkpoint."
+        )

@@ -5,7 +5,7 @@ Axes: N rollouts, T response tokens, B slots (rows in flight), K candidates, D h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Settings(NamedTuple):
     is_greedy: bool
     has_hidden: bool = False
     topk: int = 0
+    has_turns: bool = False
 
 
 class Columns(NamedTuple):
@@ -29,7 +30,8 @@ class Columns(NamedTuple):
     into the last one.
 
     Hidden states and candidates come from the pass that draws the token; their columns have no
-    tokens where nobody asked for them."""
+    tokens where nobody asked for them. In a conversation ``given_NT`` holds tokens that are read
+    instead of drawn (-1: drawn), and a row's turn ends at ``limit_N`` tokens at the latest."""
 
     token_ids_NT: Tensor
     sampler_logp_NT: Tensor
@@ -39,6 +41,8 @@ class Columns(NamedTuple):
     hidden_NTD: Tensor
     topk_ids_NTK: Tensor
     topk_logp_NTK: Tensor
+    given_NT: Tensor | None = None
+    limit_N: Tensor | None = None
 
 
 class Slots(NamedTuple):
@@ -49,6 +53,69 @@ class Slots(NamedTuple):
     age_B: Tensor
     row_B: Tensor
     alive_B: Tensor
+
+
+class Moved(NamedTuple):
+    """How many slots are left, and which moved where."""
+
+    num_slots: int
+    from_R: Tensor
+    to_R: Tensor
+
+
+class Answer(NamedTuple):
+    """What the other side of a dialogue says to a row.
+
+    Args:
+        row: the row.
+        token_ids: what the row reads next; None if its conversation is over.
+        limit: tokens of the row, these included, at which its next turn ends at the latest.
+    """
+
+    row: int
+    token_ids: list[int] | None = None
+    limit: int = 0
+
+
+class Dialogue(Protocol):
+    """The other side of conversations, as a sampler asks it."""
+
+    def first_limit(self, row: int) -> int:
+        """Tokens at which a row's first turn ends at the latest."""
+        ...
+
+    def hear(self, row: int, token_ids: list[int]) -> None:
+        """A row's turn is over; these are all its tokens so far."""
+        ...
+
+    def answers(self, *, wait: bool) -> list[Answer]:
+        """Answers that are ready, one per row heard; ``wait`` for one if there is none."""
+        ...
+
+
+def empty_columns(
+    num_rows: int, settings: Settings, like_DV: Tensor, device: torch.device
+) -> Columns:
+    """Columns of ``num_rows`` rollouts and one row more; ``like_DV`` is the head's weight."""
+    rows, tokens = num_rows + 1, settings.max_new_tokens
+
+    def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    return Columns(
+        token_ids_NT=zeros(rows, tokens, dtype=torch.long),
+        sampler_logp_NT=zeros(rows, tokens, dtype=torch.float32),
+        entropy_NT=zeros(rows, tokens, dtype=torch.float32),
+        length_N=zeros(rows, dtype=torch.long),
+        uniform_NT=zeros(rows, tokens, dtype=torch.float64),
+        hidden_NTD=zeros(
+            rows, tokens * settings.has_hidden, like_DV.shape[-2], dtype=like_DV.dtype
+        ),
+        topk_ids_NTK=zeros(rows, tokens, settings.topk, dtype=torch.long),
+        topk_logp_NTK=zeros(rows, tokens, settings.topk, dtype=torch.float32),
+        given_NT=zeros(rows, tokens, dtype=torch.long) - 1 if settings.has_turns else None,
+        limit_N=zeros(rows, dtype=torch.long) if settings.has_turns else None,
+    )
 
 
 def record(
@@ -67,9 +134,15 @@ def record(
         best: ids and log-probs of the likeliest candidates, [B, K] each, where they are asked for.
     """
     token_B, position_B, age_B, row_B, alive_B = slots
-    columns.token_ids_NT[row_B, age_B] = drawn.token_N
-    columns.sampler_logp_NT[row_B, age_B] = drawn.logp_N.float()
-    columns.entropy_NT[row_B, age_B] = drawn.entropy_N.float()
+    token, logp, entropy = drawn.token_N, drawn.logp_N.float(), drawn.entropy_N.float()
+    is_given_B, limit_B = torch.zeros_like(alive_B), settings.max_new_tokens
+    if columns.given_NT is not None and columns.limit_N is not None:
+        given_B, limit_B = columns.given_NT[row_B, age_B], columns.limit_N[row_B]
+        is_given_B = given_B >= 0
+        token = torch.where(is_given_B, given_B, token)
+    columns.token_ids_NT[row_B, age_B] = token
+    columns.sampler_logp_NT[row_B, age_B] = logp
+    columns.entropy_NT[row_B, age_B] = entropy
     if settings.has_hidden:
         columns.hidden_NTD[row_B, age_B] = hidden_BD
     if best is not None:
@@ -77,9 +150,10 @@ def record(
     columns.length_N[row_B] = age_B + 1
     is_stop_B = torch.zeros_like(alive_B)
     for stop in settings.stop_ids:
-        is_stop_B |= drawn.token_N == stop
-    token_B.copy_(drawn.token_N)
-    alive_B.logical_and_(~is_stop_B & (age_B + 1 < settings.max_new_tokens))
+        is_stop_B |= token == stop
+    token_B.copy_(token)
+    # what a slot that stopped goes on to write lies behind its last token, never on it
+    position_B.add_(alive_B)
+    alive_B.logical_and_(~(is_stop_B & ~is_given_B) & (age_B + 1 < limit_B))
     row_B.masked_fill_(~alive_B, len(columns.length_N) - 1)
     age_B.add_(alive_B)
-    position_B.add_(alive_B)

@@ -33,13 +33,14 @@ typedef struct {
     uint8_t *alive_B;
 } Slots;
 
-typedef struct { /* [N + 1, T]; hidden_NTD is NULL, K is 0 where nobody asked for them */
+typedef struct { /* [N + 1, T]; hidden_NTD, given_NT, limit_N are NULL, K is 0 where nobody asked for them */
     whole *token_ids_NT, *length_N;
     float *logp_NT, *entropy_NT, *hidden_NTD;
     const double *uniform_NT;
     const whole *stops;
     whole *topk_ids_NTK;
     float *topk_logp_NTK;
+    const whole *given_NT, *limit_N; /* tokens that are not drawn (-1: drawn); where a turn ends at the latest */
     whole num_stops, T, nowhere, K; /* nowhere: the row of slots without a rollout */
     float inverse;               /* 1 / temperature */
     int is_greedy;
@@ -342,17 +343,19 @@ void draw(const float *logits_BV, const double *uniform_B, float inverse, whole 
     for (whole b = 0; b < B; b++) token_B[b] = drawn(logits_BV + b * V, uniform_B[b], V, inverse, 0, logp_B + b, entropy_B + b, 0, 0, 0);
 }
 
-/* A drawn token into its column; the slot moves on, or ends at a stop or at the last column. */
+/* A drawn or given token into its column; the slot moves on, or ends at a drawn stop or at its limit. */
 INLINE void record(const Slots *s, const Columns *c, whole b, const float *z, whole V, const float *hidden, whole D) {
     const whole at = s->row_B[b] * c->T + s->age_B[b];
     const double uniform = c->is_greedy ? 0 : c->uniform_NT[at];
-    const whole token = drawn(z, uniform, V, c->inverse, c->is_greedy, c->logp_NT + at, c->entropy_NT + at, c->K,
-                              c->topk_ids_NTK + at * c->K, c->topk_logp_NTK + at * c->K);
+    const whole given = c->given_NT ? c->given_NT[at] : -1;
+    const whole token = given >= 0 ? given
+                                   : drawn(z, uniform, V, c->inverse, c->is_greedy, c->logp_NT + at, c->entropy_NT + at, c->K,
+                                           c->topk_ids_NTK + at * c->K, c->topk_logp_NTK + at * c->K);
     if (c->hidden_NTD) memcpy(c->hidden_NTD + at * D, hidden, D * sizeof(float));
     c->token_ids_NT[at] = s->token_B[b] = token;
     c->length_N[s->row_B[b]] = s->age_B[b] + 1;
-    int is_over = s->age_B[b] + 1 >= c->T;
-    for (whole i = 0; i < c->num_stops; i++) is_over |= c->stops[i] == token;
+    int is_over = s->age_B[b] + 1 >= (c->limit_N ? c->limit_N[s->row_B[b]] : c->T);
+    for (whole i = 0; i < c->num_stops; i++) is_over |= given < 0 && c->stops[i] == token;
     if (is_over) {
         s->alive_B[b] = 0;
         s->row_B[b] = c->nowhere;

@@ -74,7 +74,7 @@ ModelStruct = _structure(
 SlotsStruct = _structure("SlotsStruct", pointer="token position age row alive")
 ColumnsStruct = _structure(
     "ColumnsStruct",
-    pointer="token_ids length logp entropy hidden uniform stops topk_ids topk_logp",
+    pointer="token_ids length logp entropy hidden uniform stops topk_ids topk_logp given limit",
     whole="num_stops T nowhere K",
     real="inverse",
     flag="is_greedy",
@@ -305,6 +305,8 @@ def advance(model: Panels, slots: Any, columns: Any, settings: Any, num_steps: i
         stops_S,
         columns.topk_ids_NTK,
         columns.topk_logp_NTK,
+        columns.given_NT,
+        columns.limit_N,
     )
     sizes = len(stops_S), settings.max_new_tokens, len(columns.length_N) - 1, settings.topk
     table = ColumnsStruct(
