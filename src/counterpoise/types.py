@@ -171,12 +171,6 @@ class TokenBatch:
         return self.mask_NT.sum(1)
 
     @property
-    def row_length_N(self) -> Tensor:
-        """Tokens up to the last one that the model wrote, an environment's replies included."""
-        position_T = torch.arange(1, self.mask_NT.shape[1] + 1, device=self.mask_NT.device)
-        return (self.mask_NT * position_T).amax(1)
-
-    @property
     def is_success_N(self) -> Tensor:
         """Which rollouts count as solved: ``success_N`` where it is given, else reward >= success.
 

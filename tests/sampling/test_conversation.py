@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from helpers.tiny_models import tiny
 
 from counterpoise.sampling.conversation import converse
 from counterpoise.sampling.slots import Answer
+from helpers.tiny_models import tiny
 
 PROMPTS = [[3, 4, 5], [6], [3, 4, 5], [7, 8, 9, 10, 11], [6, 6], [12, 3]] * 3
 MAX_TOKENS = 200

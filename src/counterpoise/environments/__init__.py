@@ -12,7 +12,7 @@ else marks its row as failed; the batch goes on without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from counterpoise.types import Prompt
 
@@ -58,3 +58,8 @@ class Environment(Protocol):
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]: ...
 
     def start(self, prompt: Prompt, seed: int) -> Episode: ...
+
+
+def is_environment(task: object) -> TypeGuard[Environment]:
+    """Whether a task is played in turns rather than graded once."""
+    return isinstance(task, Environment)

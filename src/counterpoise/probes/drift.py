@@ -30,7 +30,8 @@ from counterpoise.probes.output import (
 from counterpoise.probes.scene import Scene
 from counterpoise.run import checkpoint
 from counterpoise.run.files import batch_of
-from counterpoise.run.read import batch_files, checkpoints, read_rollouts
+from counterpoise.run.read import batch_files, checkpoints
+from counterpoise.run.rollouts import read_rollouts
 
 Entry = dict[str, Any]
 

@@ -20,7 +20,8 @@ from counterpoise.policy import Policy
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
-from counterpoise.run.read import batch_files, check_current, checkpoints, read_rollouts
+from counterpoise.run.read import batch_files, check_current, checkpoints
+from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config

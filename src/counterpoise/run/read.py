@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    from counterpoise.types import RolloutBatch, TokenBatch
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -34,10 +33,6 @@ BATCH_FILE = re.compile(r"(?:batch|step)_\d+\.(?:parquet|json)")
 CHECKPOINT = re.compile(r"(?:batch|step)_\d+")
 MAX_CONFIG_BYTES = 1 << 20
 TABLES = ("rollouts", "tokens")
-READ = (  # columns that a RolloutBatch can be made again from
-    *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),
-    *("token_ids", "loss_mask", "reward", "sampler_logp", "entropy"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,56 +218,6 @@ def is_inside(root: Path, file: Path) -> bool:
     except (OSError, RuntimeError):  # a link to itself
         return False
     return real.is_relative_to(root.resolve()) and real.is_file()
-
-
-def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
-    """A batch again, as it was when it was sampled and graded (columns that were measured are left
-    out). Loads torch.
-    """
-    from counterpoise.run import parquet
-    from counterpoise.types import Prompt, RolloutBatch, TokenBatch
-
-    advice = "Take the file as counterpoise train wrote it (save_rollouts_every)."
-    table = parquet.require_columns(path, READ, advice)
-    version = parquet.table_version(parquet.pq.read_schema(path))
-    if version not in [str(known) for known in SAME_FILES]:
-        raise ValueError(
-            f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the"
-            " counterpoise that wrote it."
-        )
-    column: dict[str, list[Any]] = table.to_pydict()
-    by_group = {
-        g: Prompt(i, t, a)
-        for g, i, t, a in zip(
-            column["group"], column["prompt_id"], column["prompt"], column["answer"]
-        )
-    }
-    batch = TokenBatch.from_lists(
-        column["token_ids"],
-        group=column["group"],
-        reward=column["reward"],
-        sampler_logp=column["sampler_logp"],
-        entropy=column["entropy"],
-        max_length=max_length,
-    )
-    prompts = [by_group[g] for g in sorted(by_group)]
-    return RolloutBatch(
-        prompts,
-        column["prompt_ids"],
-        column["text"],
-        column["stop_reason"],
-        _with_mask(path, batch, column["loss_mask"]),
-        0,
-        [],
-    )
-
-
-def _with_mask(path: Path, batch: TokenBatch, loss_mask: list[list[bool]]) -> TokenBatch:
-    """The batch with the tokens of an environment masked."""
-    if [len(row) for row in loss_mask] != batch.length_N.tolist():
-        raise ValueError(f"{path}: loss_mask and token_ids have rows of different length.")
-    drawn_M = batch.mask_NT.new_tensor([drawn for row in loss_mask for drawn in row])
-    return batch.replace(mask_NT=batch.mask_NT.masked_scatter(batch.mask_NT, drawn_M))
 
 
 def read_jsonl(path: Path, problems: list[str] | None = None) -> list[Row]:

@@ -30,9 +30,6 @@ from counterpoise.run.read import batch_files, read_mapping
 from counterpoise.run.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from torch import Tensor
-
     from counterpoise.types import Credit, RolloutBatch
 
 log = logging.getLogger("counterpoise.run")
@@ -88,7 +85,9 @@ def write_changes(
 def write_rollouts(
     run_dir: Path, batch_number: int, rollouts: RolloutBatch, credit: Credit
 ) -> None:
-    """``rollouts/batch_N.parquet``, as ``read.read_rollouts`` takes it back."""
+    """``rollouts/batch_N.parquet``, as ``rollouts.read_rollouts`` takes it back."""
+    from counterpoise.run.rollouts import rollout_columns
+
     write_rollout_columns(run_dir, batch_number, rollout_columns(batch_number, rollouts, credit))
 
 
@@ -170,55 +169,3 @@ def _batch_of_line(line: bytes) -> int | None:
 
 def _write_bytes(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-
-
-def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -> Columns:
-    """One row per rollout; token columns are lists without padding. The tokens of an environment
-    are among them: ``loss_mask`` is False and every number 0 there.
-    """
-    import torch
-
-    from counterpoise.maths.trie import row_mask
-
-    batch, row_NT = rollouts.batch, row_mask(rollouts.batch.mask_NT)
-    group = batch.group_N.tolist()
-    prompts = [rollouts.prompts[g] for g in group]
-    numbers = {
-        "credit": credit.credit_NT,
-        "weight": credit.weight_NT,
-        "sampler_logp": batch.sampler_logp_NT,
-        "entropy": batch.entropy_NT,
-    }
-    return {
-        "batch": [batch_number] * batch.num_rollouts,
-        "rollout": list(range(batch.num_rollouts)),
-        "group": group,
-        "prompt_id": [prompt.id for prompt in prompts],
-        "prompt": [prompt.text for prompt in prompts],
-        "answer": [prompt.answer for prompt in prompts],
-        "text": rollouts.texts,
-        "reward": batch.reward_N.tolist(),
-        "advantage": credit.advantage_N.tolist(),
-        "stop_reason": rollouts.stop_reason,
-        "prompt_ids": rollouts.prompt_ids,
-        "token_ids": ragged(batch.token_ids_NT, row_NT),
-        "loss_mask": ragged(batch.mask_NT, row_NT),
-        **{
-            name: ragged(torch.where(batch.mask_NT, value_NT, 0), row_NT)
-            for name, value_NT in numbers.items()
-            if value_NT is not None
-        },
-    }
-
-
-def ragged(value_NT: Tensor, mask_NT: Tensor) -> pa.Array:
-    """Rows as an Arrow list column, padding left out; Arrow has no bfloat16: float32."""
-    import pyarrow as pa
-    import torch
-
-    value_NT, mask_NT = value_NT.cpu(), mask_NT.cpu().bool()
-    if value_NT.is_floating_point() and value_NT.itemsize < 4:
-        value_NT = value_NT.float()
-    ends_N = mask_NT.sum(1).cumsum(0).to(torch.int32)
-    offsets = torch.cat([ends_N.new_zeros(1), ends_N]).numpy()
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(value_NT[mask_NT].numpy()))

@@ -1,8 +1,8 @@
-"""Worker processes for graders that may hang, raise or end their process.
+"""Worker processes for graders and environments that may hang, raise or end their process.
 
-A worker grades one rollout at a time. One that is late is killed from outside, which also ends
-loops that swallow signals or sit in C code, and a new one takes its place. Workers live as long as
-the caller's process."""
+A worker does one thing at a time. One that is late is killed from outside, which also ends loops
+that swallow signals or sit in C code, and a new one takes its place. Workers live as long as the
+caller's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,13 @@ class Verdict(NamedTuple):
     reward: float
     fault: str = ""
     message: str = ""
+
+
+class Fault(NamedTuple):
+    """Why a worker gave no result; ``kind`` is ``failed`` or ``timed out``."""
+
+    kind: str
+    message: str
 
 
 class Graded(NamedTuple):
@@ -59,10 +66,19 @@ def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
     return Verdict(float(value))
 
 
-def work(connection: Connection) -> None:
-    """The life of a worker: a message is a pickled task, or (prompt, text, time limit)."""
+def serve_grade(task: Task, memory: dict[Any, Any], prompt: Prompt, text: str) -> Verdict:
+    """What a worker that grades does."""
+    return verdict(task, prompt, text)
+
+
+# (what was sent, memory of the worker, what is asked) -> result
+Serve = Callable[..., Any]
+
+
+def work(connection: Connection, serve: Serve) -> None:
+    """The life of a worker: a message is a pickled task, or (what is asked, time limit)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    task: Any = None
+    task, memory = None, {}
     while True:
         try:
             message = connection.recv()
@@ -71,9 +87,9 @@ def work(connection: Connection) -> None:
         if isinstance(message, bytes):
             task, answer = _load(message)
         else:
-            prompt, text, time_limit_s = message
+            asked, time_limit_s = message
             _arm(time_limit_s + 10)
-            answer = verdict(task, prompt, text)
+            answer = serve(task, memory, *asked)
             _arm(0)
         connection.send(answer)
 
@@ -86,7 +102,7 @@ def _load(pickled: bytes) -> tuple[Any, str]:
 
 
 def _arm(seconds: float) -> None:
-    """Let the system end this process should the caller be gone while a grader hangs; 0 disarms."""
+    """Let the system end this process should the caller be gone while it hangs; 0 disarms."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -101,12 +117,10 @@ class Sent(NamedTuple):
     needs_main: bool
 
 
-def sent(task: Task, pairs: Sequence[tuple[Prompt, str]]) -> Sent:
+def sent(task: object, prompts: Iterable[Prompt]) -> Sent:
     pickled = pickle.dumps(task)
-    return Sent(
-        pickled,
-        b"__main__" in pickled or b"__main__" in pickle.dumps([prompt.meta for prompt, _ in pairs]),
-    )
+    metas = pickle.dumps([prompt.meta for prompt in prompts])
+    return Sent(pickled, b"__main__" in pickled or b"__main__" in metas)
 
 
 @contextmanager
@@ -128,15 +142,18 @@ def main_left_out() -> Iterator[None]:
 
 
 class Worker:
-    """A process that holds a task, and the rollout it grades."""
+    """A process that holds a task, and the item it works on; ``who`` it works for is named in
+    messages.
+    """
 
-    def __init__(self, sent: Sent) -> None:
+    def __init__(self, sent: Sent, serve: Serve = serve_grade, who: str = "grader") -> None:
+        self.who = who
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context: Any = mp.get_context(method)
         # with these imported once, replacing a killed worker takes milliseconds
         context.set_forkserver_preload(["counterpoise.tasks", "math_verify"])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=work, args=(theirs, serve), daemon=True)
         with nullcontext() if sent.needs_main else main_left_out():
             self.process.start()
         theirs.close()
@@ -154,12 +171,12 @@ class Worker:
             )
         except (EOFError, OSError):
             fault = (
-                "it ended at once; a script that grades needs `if __name__ == '__main__':` around"
-                " what it runs"
+                f"it ended at once; a script with a {self.who} needs `if __name__ == '__main__':`"
+                " around what it runs"
             )
         if fault:
             self.kill()
-            raise ValueError(f"the grading process cannot load the task: {fault}.")
+            raise ValueError(f"the {self.who}'s process cannot load the task: {fault}.")
         self.sent = sent
 
     def is_ready(self, sent: Sent) -> bool:
@@ -167,31 +184,30 @@ class Worker:
         is_same = self.sent.pickled == sent.pickled and self.sent.needs_main >= sent.needs_main
         return is_same and self.process.is_alive() and not self.connection.closed
 
-    def begin(self, item: int, pair: tuple[Prompt, str], time_limit_s: float) -> None:
+    def begin(self, item: int, asked: tuple[Any, ...], time_limit_s: float) -> None:
         self.item, self.deadline = item, time.monotonic() + time_limit_s
-        self.connection.send((*pair, time_limit_s))
+        self.connection.send((asked, time_limit_s))
 
-    def end(self, time_limit_s: float) -> Graded | None:
-        """The rollout in hand and its verdict, or None while there is time left."""
+    def end(self, time_limit_s: float) -> tuple[int, Any] | None:
+        """The item in hand and its result or ``Fault``; None while there is time left."""
         assert self.item is not None
         if self.connection.poll():
             result = self._answer()
         elif time.monotonic() >= self.deadline:
             self.kill()
-            result = Verdict(0.0, "timed out", f"the grader took more than {time_limit_s:g} s")
+            result = Fault("timed out", f"the {self.who} took more than {time_limit_s:g} s")
         else:
             return None
         item, self.item = self.item, None
-        return Graded(item, result)
+        return item, result
 
-    def _answer(self) -> Verdict:
+    def _answer(self) -> Any:
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             self.kill()
-            return Verdict(
-                0.0, "failed", f"the grader ended its process (exit code {self.process.exitcode})"
-            )
+            code = self.process.exitcode
+            return Fault("failed", f"the {self.who} ended its process (exit code {code})")
 
     def kill(self) -> None:
         self.process.kill()
@@ -212,7 +228,8 @@ class Pool:
         """The verdicts of all pairs, in the order in which they come."""
         with self.lock:
             try:
-                yield from self._verdicts(sent(task, pairs), pairs, time_limit_s, num_workers)
+                known = sent(task, (prompt for prompt, _ in pairs))
+                yield from self._verdicts(known, pairs, time_limit_s, num_workers)
             except BaseException:
                 # a worker may be in the middle of a rollout of this call; its answer must not reach
                 # the next one
@@ -236,7 +253,9 @@ class Pool:
             for worker in busy:
                 if (graded := worker.end(time_limit_s)) is not None:
                     num_open -= 1
-                    yield graded
+                    item, result = graded
+                    is_fault = isinstance(result, Fault)
+                    yield Graded(item, Verdict(0.0, *result) if is_fault else result)
 
     def _ready(self, slot: int, sent: Sent) -> Worker:
         if slot >= len(self.workers):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.catalogue.method import Method
+from counterpoise.environments import is_environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.precision import autocast
@@ -17,6 +18,7 @@ from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.stage import call
 from counterpoise.tasks import Grades, Task, grade
 from counterpoise.trainer.config import Config, ConfigError
+from counterpoise.trainer.conversations import hold, without_lost
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
 
@@ -143,9 +145,26 @@ class RolloutSampler:
         settings, first = self.config.rollouts, self.start + self.num_prompts
         prompts = prompts_from(self.task, "train", self.config.seed, first, settings.prompts)
         prompt_ids = self._encode([p.text for p in prompts], settings.max_prompt_tokens)
+        purpose = f"rollouts/{self.num_rounds}"
+        if is_environment(self.task):
+            self.num_rounds += 1
+            whole = hold(
+                self.policy,
+                self.task,
+                prompts,
+                prompt_ids,
+                self.config,
+                group_size=settings.group_size,
+                seed=derived_seed(self.config.seed, self.batch_number, purpose),
+                temperature=settings.temperature,
+                needs=self.needs,
+                success=self.success,
+            )
+            where = f"batch {self.batch_number}"
+            return without_lost(whole, self.config.grader_max_failed_frac, where)
         rollouts = self._sample(
             prompt_ids,
-            purpose=f"rollouts/{self.num_rounds}",
+            purpose=purpose,
             group_size=settings.group_size,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -167,6 +186,11 @@ class RolloutSampler:
         purpose: str,
     ) -> RolloutBatch:
         settings = self.config.rollouts
+        if is_environment(self.task):
+            raise ConfigError(
+                "task: a stage of the method answers other prompts, and an environment plays its"
+                " own alone. Take a task with one turn, or a method without corrections."
+            )
         limit = settings.max_prompt_tokens + 2 * settings.max_new_tokens + 256
         answers = self._sample(
             self._encode(list(prompts), limit),

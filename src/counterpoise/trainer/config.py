@@ -31,7 +31,7 @@ class Rollouts(Section):
     group_size: int = Field(default=8, ge=1)
     """Rollouts per prompt."""
     max_new_tokens: int = Field(default=96, ge=1)
-    """Longest response, in tokens."""
+    """Longest response, in tokens; with an environment, of all turns together."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Longest prompt, in tokens; a longer one is an error."""
     temperature: float = Field(default=1.0, gt=0)
@@ -42,6 +42,13 @@ class Rollouts(Section):
     """Keep the k likeliest tokens; 0 keeps all."""
     max_rows: int | None = Field(default=None, ge=1)
     """Rollouts decoded at once; null decodes all of them at once."""
+    max_turns: int = Field(default=8, ge=1)
+    """With an environment: turns of the model per rollout."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """With an environment: longest turn, in tokens; null: as long as the response may be."""
+    max_row_tokens: int | None = Field(default=None, ge=2)
+    """With an environment: longest row of prompt, turns and replies, in tokens; null: the longest
+    prompt and twice the longest response."""
 
 
 class Optimizer(Section):
@@ -147,8 +154,10 @@ class Config(Section):
     grader_time_limit_s: float = Field(default=10.0, gt=0)
     """Seconds that grading one rollout may take; then its reward is 0."""
     grader_max_failed_frac: float = Field(default=0.5, ge=0, le=1)
-    """Share of a batch's graders that may fail (raise, hang, return no number) before the run
-    stops; 1 never stops it."""
+    """Share of a batch's graders or episodes that may fail (raise, hang, return no number) before
+    the run stops; 1 never stops it."""
+    step_time_limit_s: float = Field(default=10.0, gt=0)
+    """Seconds that an environment may take for one step; then its rollout is left out."""
     checkpoint_every: int = Field(default=10, ge=0)
     """Batches between two checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = Field(default=1, ge=1)

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from counterpoise.environments import Environment, is_environment
 from counterpoise.maths.intervals import Interval, over_prompts, paired_bootstrap
 from counterpoise.maths.reduce import derived_seed
+from counterpoise.maths.trie import row_mask
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.run.files import Columns
-from counterpoise.run.write import ragged
+from counterpoise.run.rollouts import ragged, turn_columns
 from counterpoise.sampling import Rollouts, sample_from
+from counterpoise.tasks import Task
 from counterpoise.trainer.collect import grade_rollouts, prompts_from, responses
 from counterpoise.trainer.config import Config
+from counterpoise.trainer.conversations import hold, lost_messages, lost_rows
 from counterpoise.types import Prompt
 
 SHOWN = 64  # prompts whose answers are kept
@@ -58,19 +63,12 @@ def evaluate(
         chat=config.chat,
         max_prompt_tokens=settings.max_prompt_tokens,
     )
-    rollouts = sample_from(
-        policy,
-        prompt_ids,
-        group_size=samples,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=temperature,
-        seed=derived_seed(seed, 0, "eval"),
-        max_rows=settings.max_rows or 1024,
-    )
-    texts = responses(policy, rollouts)
-    pairs = [(taken[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
-    graded = grade_rollouts(task, pairs, config, "evaluation")
-    reward_PK = np.array(graded.reward).reshape(len(taken), samples)
+    if is_environment(task):
+        answers = _play(policy, task, config, taken, prompt_ids, samples, temperature, seed)
+    else:
+        answers = _answer(policy, task, config, taken, prompt_ids, samples, temperature, seed)
+    reward_PK = np.array(answers.reward).reshape(len(taken), samples)
+    rollouts, texts = answers.rollouts, answers.texts
     return Evaluation(
         reward_PK=reward_PK,
         accuracy=over_prompts(reward_PK.mean(1), seed),
@@ -78,33 +76,106 @@ def evaluate(
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
         mean_entropy=float(rollouts.entropy_NT.sum() / rollouts.mask_NT.sum()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
-        num_grader_failures=graded.num_faults,
-        grader_messages=graded.messages,
-        samples=sample_columns(taken, rollouts, texts, graded.reward),
+        num_grader_failures=len(answers.messages),
+        grader_messages=answers.messages,
+        samples=sample_columns(taken, answers),
     )
 
 
-def sample_columns(
-    prompts: Sequence[Prompt], rollouts: Rollouts, texts: Sequence[str], reward: Sequence[float]
-) -> Columns:
+class Answers(NamedTuple):
+    """What was sampled and graded, prompt by prompt; the messages are those of graders and
+    environments that failed."""
+
+    rollouts: Rollouts
+    texts: list[str]
+    reward: list[float]
+    messages: list[str]
+    turns: Columns
+
+
+def _answer(
+    policy: Policy,
+    task: Task,
+    config: Config,
+    prompts: Sequence[Prompt],
+    prompt_ids: list[list[int]],
+    samples: int,
+    temperature: float,
+    seed: int,
+) -> Answers:
+    """One answer each, graded by the task."""
+    rollouts = sample_from(
+        policy,
+        prompt_ids,
+        group_size=samples,
+        max_new_tokens=config.rollouts.max_new_tokens,
+        temperature=temperature,
+        seed=derived_seed(seed, 0, "eval"),
+        max_rows=config.rollouts.max_rows or 1024,
+    )
+    texts = responses(policy, rollouts)
+    pairs = [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
+    graded = grade_rollouts(task, pairs, config, "evaluation")
+    return Answers(rollouts, texts, graded.reward, graded.messages, {})
+
+
+def _play(
+    policy: Policy,
+    environment: Environment,
+    config: Config,
+    prompts: Sequence[Prompt],
+    prompt_ids: list[list[int]],
+    samples: int,
+    temperature: float,
+    seed: int,
+) -> Answers:
+    """One conversation each; where the environment failed the reward is 0."""
+    whole = hold(
+        policy,
+        environment,
+        prompts,
+        prompt_ids,
+        config,
+        group_size=samples,
+        seed=derived_seed(seed, 0, "eval"),
+        temperature=temperature,
+    )
+    messages = lost_messages(whole, config.grader_max_failed_frac, "evaluation")
+    batch, failed_N = whole.batch, torch.tensor(lost_rows(whole), dtype=torch.long)
+    assert batch.entropy_NT is not None
+    reward_N = batch.reward_N.index_fill(0, failed_N.to(batch.reward_N.device), 0)
+    rollouts = Rollouts(
+        prompt_index_N=batch.group_N,
+        token_ids_NT=batch.token_ids_NT,
+        mask_NT=batch.mask_NT,
+        sampler_logp_NT=batch.sampler_logp_NT,
+        entropy_NT=batch.entropy_NT,
+        stop_reason=tuple(whole.stop_reason),
+    )
+    return Answers(rollouts, whole.texts, reward_N.tolist(), messages, turn_columns(whole))
+
+
+def sample_columns(prompts: Sequence[Prompt], answers: Answers) -> Columns:
     """Answers to the first ``SHOWN`` prompts for the viewer, with the columns of ``rollouts/``;
     rollouts come prompt by prompt.
     """
+    rollouts = answers.rollouts
     group = rollouts.prompt_index_N[rollouts.prompt_index_N < SHOWN].tolist()
     own, num = [prompts[at] for at in group], len(group)
-    mask_NT = rollouts.mask_NT[:num]
+    row_NT = row_mask(rollouts.mask_NT[:num])
     return {
         "group": group,
         "rollout": list(range(num)),
         "prompt_id": [prompt.id for prompt in own],
         "prompt": [prompt.text for prompt in own],
         "answer": [prompt.answer for prompt in own],
-        "text": list(texts[:num]),
-        "reward": [float(one) for one in reward[:num]],
+        "text": list(answers.texts[:num]),
+        "reward": [float(one) for one in answers.reward[:num]],
         "stop_reason": list(rollouts.stop_reason[:num]),
-        "token_ids": ragged(rollouts.token_ids_NT[:num], mask_NT),
-        "sampler_logp": ragged(rollouts.sampler_logp_NT[:num], mask_NT),
-        "entropy": ragged(rollouts.entropy_NT[:num], mask_NT),
+        "token_ids": ragged(rollouts.token_ids_NT[:num], row_NT),
+        "sampler_logp": ragged(rollouts.sampler_logp_NT[:num], row_NT),
+        "entropy": ragged(rollouts.entropy_NT[:num], row_NT),
+        **{name: column[:num] for name, column in answers.turns.items()},
     }
 
 

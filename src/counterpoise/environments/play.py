@@ -1,0 +1,179 @@
+"""A batch of conversations: limits, spans of turns, and what became of every row.
+
+``Play`` is the other side of ``sampling.conversation``: it hands what the model wrote to the
+episodes and their replies, as tokens, to the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoise.environments import Environment, Reply
+from counterpoise.environments.episodes import Episodes
+from counterpoise.policy.bridge import Bridge
+from counterpoise.sampling.slots import Answer
+from counterpoise.tasks.workers import Fault
+from counterpoise.types import Conversation, Prompt
+
+CHECKED = 100  # every so many rows one is played again, to see that an episode is its actions
+FAILED = ("failed", "timed out")
+
+
+class Limits(NamedTuple):
+    """When a conversation ends at the latest; each limit has its ``end_reason``.
+
+    Args:
+        max_turns: turns of the model ("turns").
+        max_turn_tokens: tokens that the model draws in one turn; the turn is then cut and goes to
+            the environment as it is.
+        max_new_tokens: tokens that the model draws in all ("length").
+        max_row_tokens: tokens of prompt, turns and replies ("length"); no reply is cut.
+        step_time_limit_s: seconds that the environment may take for one step ("timed out").
+    """
+
+    max_turns: int
+    max_turn_tokens: int
+    max_new_tokens: int
+    max_row_tokens: int
+    step_time_limit_s: float = 10.0
+
+
+class Row:
+    """One conversation as it grows: where its turns lie, and why it ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self.start, self.is_stopped, self.end_reason, self.message = 0, True, "", ""
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+class Play:
+    """Conversations of many rows with one environment (a ``sampling.slots.Dialogue``).
+
+    Args:
+        prompts, seeds, prompt_lengths: one per row; rows of a group share prompt and seed.
+        bridge: a reply as tokens.
+        decode: what the model wrote in a turn, as text.
+        stop_ids: tokens that end a turn.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        prompt_lengths: Sequence[int],
+        *,
+        limits: Limits,
+        bridge: Bridge,
+        decode: Callable[[list[int]], str],
+        stop_ids: Sequence[int],
+    ) -> None:
+        self.limits, self.bridge, self.decode, self.stop_ids = limits, bridge, decode, stop_ids
+        self.prompts, self.prompt_lengths = prompts, prompt_lengths
+        self.environment = environment
+        self.episodes = Episodes(environment, prompts, seeds, limits.step_time_limit_s)
+        self.rows = [Row() for _ in prompts]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest row after its prompt."""
+        return self.limits.max_row_tokens - min(self.prompt_lengths)
+
+    def first_limit(self, row: int) -> int:
+        return self._room(row, 0)
+
+    def hear(self, row: int, token_ids: list[int]) -> None:
+        own = self.rows[row]
+        own.spans.append((own.start, len(token_ids)))
+        turn, own.is_stopped = token_ids[own.start :], token_ids[-1] in self.stop_ids
+        self.episodes.send(row, self.decode(turn[:-1] if own.is_stopped else turn))
+
+    def answers(self, *, wait: bool) -> list[Answer]:
+        return [self._answer(row, reply) for row, reply in self.episodes.poll(wait=wait)]
+
+    def _room(self, row: int, length: int) -> int:
+        """Tokens at which a turn ends that starts at ``length``."""
+        limits = self.limits
+        drawn = min(limits.max_turn_tokens, limits.max_new_tokens - self.rows[row].num_drawn)
+        return min(length + drawn, limits.max_row_tokens - self.prompt_lengths[row])
+
+    def _answer(self, row: int, reply: Reply | Fault) -> Answer:
+        own, limits = self.rows[row], self.limits
+        if isinstance(reply, Fault):
+            own.end_reason, own.message = reply
+        elif reply.is_done:
+            own.end_reason = "done"
+        elif len(own.spans) == limits.max_turns:
+            own.end_reason = "turns"
+        elif own.num_drawn >= limits.max_new_tokens:
+            own.end_reason = "length"
+        else:
+            end = own.spans[-1][1]
+            said = self.bridge(reply.text, is_stopped=own.is_stopped)
+            limit = self._room(row, end + len(said))
+            if limit > end + len(said):
+                own.start = end + len(said)
+                return Answer(row, said, limit)
+            own.end_reason = "length"
+        return Answer(row)
+
+    def check(self) -> None:
+        """Play some rows again: an environment whose replies differ is an error."""
+        played = [k for k, row in enumerate(self.rows) if row.end_reason not in FAILED]
+        self.episodes.check(played[::CHECKED])
+
+    def conversation(self, row: int) -> Conversation:
+        own, replies = self.rows[row], self.episodes.replies[row]
+        names = sorted({name for reply in replies for name in reply.metrics})
+        numbers = {n: [r.metrics[n] for r in replies if n in r.metrics] for n in names}
+        first = getattr(self.environment, "first_state", None)
+        states = (first(self.prompts[row]) if first else "", *(reply.state for reply in replies))
+        return Conversation(
+            actions=self.episodes.actions[row],
+            replies=tuple(reply.text for reply in replies),
+            states=states[: len(own.spans)],
+            end_reason=own.end_reason,
+            message=own.message,
+            metrics={name: sum(values) / len(values) for name, values in numbers.items()},
+        )
+
+    def columns(self, width: int, group: Sequence[int]) -> dict[str, Tensor]:
+        """The turns of all rows as columns of a ``TokenBatch``: ``mask_NT`` and those of turns."""
+        num, most = len(self.rows), max(len(row.spans) for row in self.rows)
+        turn_NT = torch.full((num, width), -1)
+        mask_NU, state_NU = torch.zeros(num, most, dtype=torch.bool), torch.full((num, most), -1)
+        reward_NU, score_NU = torch.zeros(num, most), torch.full((num, most), math.nan)
+        for k, row in enumerate(self.rows):
+            for turn, (start, end) in enumerate(row.spans):
+                turn_NT[k, start:end] = turn
+            mask_NU[k, : len(row.spans)] = True
+            keys = self._state_keys(k, group[k])
+            state_NU[k, : len(keys)] = torch.tensor(keys)
+            for turn, reply in enumerate(self.episodes.replies[k]):
+                reward_NU[k, turn] = reply.reward
+                score_NU[k, turn] = math.nan if reply.score is None else reply.score
+        columns = {"mask_NT": turn_NT >= 0, "turn_NT": turn_NT, "turn_mask_NU": mask_NU}
+        columns |= {"turn_reward_NU": reward_NU, "state_NU": state_NU}
+        return columns | ({} if score_NU.isnan().all() else {"turn_score_NU": score_NU})
+
+    def _state_keys(self, row: int, group: int) -> list[int]:
+        """A key per turn: the environment's, or the actions so far where it gives none."""
+        talk = self.conversation(row)
+        named = [state or repr(talk.actions[:turn]) for turn, state in enumerate(talk.states)]
+        return [state_key(group, name, bool(s)) for name, s in zip(named, talk.states)]
+
+
+def state_key(group: int, name: str, is_named: bool) -> int:
+    """63 bits of (group, name); names and histories never meet."""
+    text = f"{group}\0{int(is_named)}\0{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
