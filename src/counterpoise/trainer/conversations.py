@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from counterpoise.environments import Environment
-from counterpoise.environments.play import FAILED, Limits, Play
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy
 from counterpoise.policy.bridge import Bridge
 from counterpoise.sampling import SAMPLED, sample_from
 from counterpoise.sampling.conversation import converse
+from counterpoise.sampling.play import FAILED, Limits, Play
 from counterpoise.trainer.config import Config
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
