@@ -23,8 +23,8 @@ from counterpoise.policy import load_model, measure
 from counterpoise.run import checkpoint
 from counterpoise.run.environment import source_commit
 from counterpoise.run.files import write_table
-from counterpoise.run.read import read_jsonl, read_rollouts
-from counterpoise.run.write import rollout_columns
+from counterpoise.run.read import read_jsonl
+from counterpoise.run.rollouts import read_rollouts, rollout_columns
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import ConfigError, load_config, parse_config
