@@ -26,7 +26,7 @@ def probe(
         typer.Option(
             "--probe",
             help="flips, coupling, counterfactual, value, exchangeability, tax, drift,"
-            " localisation, token_value or gradient.",
+            " localisation, token_value, turns or gradient.",
         ),
     ],
     batch: Annotated[

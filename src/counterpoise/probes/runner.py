@@ -105,6 +105,11 @@ PROBES = {
         True,
         "credit against the Monte Carlo advantage of drawn tokens, per method",
     ),
+    "turns": Probe(
+        "counterpoise.probes.turns",
+        True,
+        "credit of turns against their exact advantage in a built-in game, per method",
+    ),
 }
 
 

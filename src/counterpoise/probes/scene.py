@@ -152,8 +152,11 @@ def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy
         batch_files(run_dir, "rollouts")[batch_number], max_length=config.rollouts.max_new_tokens
     )
     device = policy.model.device
-    names = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT", "entropy_NT")
-    columns = {name: getattr(collected.batch, name).to(device) for name in names}
+    columns = {
+        name: value.to(device)
+        for name, value in vars(collected.batch).items()
+        if isinstance(value, Tensor)
+    }
     success = config.task.get("success")
     return collected._replace(batch=collected.batch.replace(**columns, success=success))
 
