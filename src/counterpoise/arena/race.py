@@ -31,6 +31,7 @@ from counterpoise.arena.serial import train_alone
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
@@ -110,6 +111,8 @@ def checked_method(config: Config) -> Method:
 
 def why_alone(arena: Arena, config: Config) -> str:
     """Why runs of this recipe cannot share a stack; empty if they can."""
+    if is_environment(make_task(**config.task)):
+        return "conversations with an environment"
     if config.lora:
         return "adapters"
     if config.dtype == "bfloat16":

@@ -15,6 +15,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import rankdata
 
+from counterpoise.environments import is_environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.probes.output import Drawing, Frame, Output, error_bars, join_frames, means
 from counterpoise.probes.output import Rows as Records
@@ -193,6 +194,7 @@ def completion_rewards(
     """
     config, policy, collected = scene.config, scene.policy, scene.collected
     settings = config.rollouts
+    check_one_turn(scene)
     with torch.random.fork_rng():
         fresh = sample_from(
             policy,
@@ -219,8 +221,19 @@ def completion_rewards(
     return reward[np.argsort(index, kind="stable")].reshape(len(prefixes), samples)
 
 
+def check_one_turn(scene: Scene) -> None:
+    """Fresh completions are graded once: a run with an environment is an error."""
+    if is_environment(scene.task):
+        raise ValueError(
+            f"probe: task {scene.config.task['name']!r} is an environment, and the value of a"
+            " prefix is measured on tasks with one turn alone. The probe turns has the exact values"
+            " of the built-in environments."
+        )
+
+
 def response_rewards(scene: Scene, row: list[int], responses: list[list[int]]) -> np.ndarray:
     """Rewards of whole responses; response i answers the prompt of rollout ``row[i]``."""
+    check_one_turn(scene)
     texts = scene.policy.tokenizer.batch_decode(responses, skip_special_tokens=True)
     prompts, group = scene.collected.prompts, scene.collected.batch.group_N.tolist()
     asked = [(prompts[group[r]], text) for r, text in zip(row, texts)]

@@ -61,7 +61,7 @@ def converse(
     """
     greedy = temperature == 0
     check_settings({"max_tokens": max_tokens, "max_rows": max_rows}, temperature, top_p, top_k)
-    check_prompts(model, prompt_ids, max_tokens)
+    check_prompts(model, prompt_ids, 1)
     uniform_NT = uniforms(seed, range(len(prompt_ids)), 0 if greedy else max_tokens)
     fast = engine_for(model) if engine else None
     how = Settings(

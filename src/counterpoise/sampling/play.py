@@ -33,15 +33,23 @@ class Limits(NamedTuple):
         max_turn_tokens: tokens that the model draws in one turn; the turn is then cut and goes to
             the environment as it is.
         max_new_tokens: tokens that the model draws in all ("length").
-        max_row_tokens: tokens of prompt, turns and replies ("length"); no reply is cut.
+        max_row_tokens: tokens of prompt, turns and replies ("length"); no reply is cut. None: the
+            prompt and twice ``max_new_tokens``.
+        max_positions: tokens that the model can read, None where that has no end.
         step_time_limit_s: seconds that the environment may take for one step ("timed out").
     """
 
     max_turns: int
     max_turn_tokens: int
     max_new_tokens: int
-    max_row_tokens: int
+    max_row_tokens: int | None = None
+    max_positions: int | None = None
     step_time_limit_s: float = 10.0
+
+    def most(self, prompt_length: int) -> int:
+        """Tokens of a row after its prompt."""
+        most = self.max_row_tokens or prompt_length + 2 * self.max_new_tokens
+        return min(most, self.max_positions or most) - prompt_length
 
 
 class Row:
@@ -87,7 +95,7 @@ class Play:
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest row after its prompt."""
-        return self.limits.max_row_tokens - min(self.prompt_lengths)
+        return max(self.limits.most(length) for length in self.prompt_lengths)
 
     def first_limit(self, row: int) -> int:
         return self._room(row, 0)
@@ -105,7 +113,7 @@ class Play:
         """Tokens at which a turn ends that starts at ``length``."""
         limits = self.limits
         drawn = min(limits.max_turn_tokens, limits.max_new_tokens - self.rows[row].num_drawn)
-        return min(length + drawn, limits.max_row_tokens - self.prompt_lengths[row])
+        return min(length + drawn, limits.most(self.prompt_lengths[row]))
 
     def _answer(self, row: int, reply: Reply | Fault) -> Answer:
         own, limits = self.rows[row], self.limits

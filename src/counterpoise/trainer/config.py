@@ -47,8 +47,8 @@ class Rollouts(Section):
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """With an environment: longest turn, in tokens; null: as long as the response may be."""
     max_row_tokens: int | None = Field(default=None, ge=2)
-    """With an environment: longest row of prompt, turns and replies, in tokens; null: the longest
-    prompt and twice the longest response."""
+    """With an environment: longest row of prompt, turns and replies, in tokens; null: its prompt
+    and twice the longest response."""
 
 
 class Optimizer(Section):

@@ -19,15 +19,15 @@ from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 ADVICE = "Mend the environment; grader_max_failed_frac says how many may fail."
 
 
-def limits(config: Config) -> Limits:
-    """The limits of a recipe."""
-    rollouts = config.rollouts
-    room = rollouts.max_prompt_tokens + 2 * rollouts.max_new_tokens
+def limits(policy: Policy, config: Config) -> Limits:
+    """The limits of a recipe, and of the model."""
+    rollouts, model = config.rollouts, policy.model.config.get_text_config()
     return Limits(
         max_turns=rollouts.max_turns,
         max_turn_tokens=rollouts.max_turn_tokens or rollouts.max_new_tokens,
         max_new_tokens=rollouts.max_new_tokens,
-        max_row_tokens=rollouts.max_row_tokens or room,
+        max_row_tokens=rollouts.max_row_tokens,
+        max_positions=getattr(model, "max_position_embeddings", None),
         step_time_limit_s=config.step_time_limit_s,
     )
 
@@ -59,7 +59,7 @@ def hold(
         [prompts[p] for p in group],
         episode_seeds,
         [len(ids) for ids in row_ids],
-        limits=limits(config),
+        limits=limits(policy, config),
         bridge=Bridge(policy, config.chat),
         decode=lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=True),
         stop_ids=policy.stop_ids,
