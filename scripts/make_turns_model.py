@@ -2,11 +2,12 @@
 
     python scripts/make_turns_model.py --out src/counterpoise/policy/starts/turns
 
-Supervised training on a player that draws every action evenly among the legal ones, in all three
-games: the model then knows how an action is written and nothing about which one is good. It also
-learns to add two digits that it has looked up, from lessons in which the look-ups are given: asking
-for them is left to RL. Characters are tokens, ``;`` ends a turn. Two CPU cores, float32, some
-minutes. Prints the exact value of the start in each game."""
+Supervised training on whole conversations of a player that draws every action evenly among the
+legal ones, in all three games: the model then knows how an action is written and what is answered,
+and nothing about which action is good. It also learns to add two digits that were looked up, from
+lessons in which the look-ups are given: asking for them is left to RL. Characters are tokens, ``;``
+ends a turn. Two CPU cores, float32, some minutes. Prints the exact value of the start in each game.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ ANSWER_FRAC = 0.25  # of a lookup player's turns
 
 
 class Row(NamedTuple):
-    """A transcript, and which of its characters the player wrote."""
+    """A transcript, and the place of the first character that the loss counts."""
 
     text: str
-    is_own: list[bool]
+    first: int
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -79,16 +80,13 @@ def action_of(game: Guess | Mastermind | Lookup, notes: str, rng: random.Random)
 def episode(game: Guess | Mastermind | Lookup, rng: random.Random) -> Row:
     """One game of the player."""
     prompt = next(game.prompts("train", 0, start=rng.randrange(10**9)))
-    text, is_own = prompt.text, [False] * len(prompt.text)
-    play, reply = game.start(prompt, 0), None
+    text, play, reply = prompt.text, game.start(prompt, 0), None
     while reply is None or not reply.is_done:
         notes = prompt.answer if reply is not None and reply.score == 1 else ""
         action = action_of(game, notes, rng)
         reply = play.step(action)
-        shown = "" if reply.is_done else reply.text
-        text += action + STOP + shown
-        is_own += [True] * (len(action) + 1) + [False] * len(shown)
-    return Row(text, is_own)
+        text += action + STOP + ("" if reply.is_done else reply.text)
+    return Row(text, len(prompt.text))
 
 
 def lesson(game: Lookup, rng: random.Random) -> Row:
@@ -98,7 +96,7 @@ def lesson(game: Lookup, rng: random.Random) -> Row:
     for letter in rng.sample(prompt.text[0] + prompt.text[2], 2):
         text += letter + STOP + play.step(letter).text
     text += f"!{prompt.answer}"
-    return Row(text, [False] * (len(text) - 1) + [True])
+    return Row(text, len(text) - 1)
 
 
 def lessons(seed: int) -> Iterator[Row]:
@@ -118,14 +116,14 @@ def episodes(seed: int) -> Iterator[Row]:
 
 
 def supervised_batch(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> dict[str, Tensor]:
-    """Right-padded ids and labels; the loss counts what the player wrote."""
+    """Right-padded ids and labels."""
     width = max(len(row.text) for row in rows)
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), -100)
     for at, row in enumerate(rows):
         row_ids = torch.tensor(tokenizer(row.text).input_ids)
         ids[at, : len(row_ids)] = row_ids
-        labels[at, : len(row_ids)] = torch.where(torch.tensor(row.is_own), row_ids, -100)
+        labels[at, row.first : len(row_ids)] = row_ids[row.first :]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -188,7 +186,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sum-steps", type=int, default=3000, help="at most, of the sums alone")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=128)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -51,6 +51,8 @@ def call(command: str, folder: Path, *more: str) -> int:
         ("task.name", {"task": {"name": "os:system", "command": "touch {mark}"}}),
         ("task.name", {"task": {"name": "planted:Task"}}),
         ("task.name", {"task": "planted:Task"}),
+        ("task.name", {"task": "verifiers:planted"}),
+        ("task.name", {"task": {"name": "openenv:http://planted:80"}}),
         ("task.reward", {"task": {"name": "arithmetic", "reward": "planted:reward"}}),
         ("ledger.categories", {"ledger": {"categories": "planted:names"}}),
         ("method.credit.0.name", {"method": {"name": "dapo", "credit": [{"name": "planted:x"}]}}),

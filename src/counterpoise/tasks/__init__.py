@@ -27,13 +27,28 @@ FirstError = Callable[[Prompt, str], "int | None"]
 BUILT_IN = {
     "arithmetic": "counterpoise.tasks.arithmetic:Arithmetic",
     "jsonl": "counterpoise.tasks.jsonl:Jsonl",
-    "gym": "counterpoise.tasks.gym:Gym",
     "guess": "counterpoise.environments.guess:Guess",
     "mastermind": "counterpoise.environments.mastermind:Mastermind",
     "lookup": "counterpoise.environments.lookup:Lookup",
 }
 GAMES = ("guess", "mastermind", "lookup")
-SHOWN = ("arithmetic", "jsonl", "gym:<name>", *GAMES, "your.module:Task")
+# families of other packages: the name after the colon and all parameters are theirs
+FAMILIES = {
+    "gym": "counterpoise.tasks.gym:Gym",
+    "gem": "counterpoise.environments.adapters.gem:Gem",
+    "textarena": "counterpoise.environments.adapters.textarena:TextArena",
+    "verifiers": "counterpoise.environments.adapters.verifiers:Verifiers",
+    "openenv": "counterpoise.environments.adapters.openenv:OpenEnv",
+}
+NAMED_BY = {
+    "gym": "the name of a reasoning-gym dataset, e.g. gym:basic_arithmetic",
+    "gem": "the id of a gem environment, e.g. gem:game:Wordle-v0-easy",
+    "textarena": "the id of a TextArena game for one player, e.g. textarena:Wordle-v0",
+    "verifiers": "the id of a verifiers environment, e.g. verifiers:wordle",
+    "openenv": "the address of an OpenEnv server, e.g. openenv:http://localhost:8000",
+}
+THEIRS = ("gym:<name>", "gem:<id>", "textarena:<id>", "verifiers:<id>", "openenv:<url>")
+SHOWN = ("arithmetic", "jsonl", *GAMES, *THEIRS, "your.module:Task")
 
 
 @runtime_checkable
@@ -96,8 +111,8 @@ def task(
     """Build a task from its name and parameters.
 
     Args:
-        name: ``arithmetic``, ``jsonl``, ``gym:<name>`` or an import path ``your.module:Task``;
-            or a mapping with ``name`` and parameters.
+        name: one of ``SHOWN``, e.g. ``arithmetic``, ``gym:<name>`` or an import path
+            ``your.module:Task``; or a mapping with ``name`` and parameters.
         reward: a function ``fn(prompt, text) -> float``, or its import path, in place of the task's
             own grader.
         success: what counts as solved, a reward of at least this much; the trainer reads it from
@@ -132,9 +147,9 @@ def task(
 
 def _build(name: str, params: dict[str, Any]) -> Task:
     maker = _maker(name)
-    if name.startswith("gym:"):
-        # reasoning-gym knows the parameters of its own datasets and checks them
-        return maker(name.removeprefix("gym:"), **params)
+    family, _, rest = name.partition(":")
+    if family in FAMILIES:  # knows the parameters of its own tasks and checks them
+        return maker(rest, **params)
     known = [key for key in inspect.signature(maker).parameters if key not in ("args", "kwargs")]
     for key in params:
         if key not in known:
@@ -151,14 +166,13 @@ def _build(name: str, params: dict[str, Any]) -> Task:
 
 
 def _maker(name: str) -> Any:
-    if name == "gym":
-        raise ValueError(
-            "task 'gym' needs the name of a reasoning-gym dataset, e.g. gym:basic_arithmetic."
-        )
-    family = "gym" if name.startswith("gym:") else name
-    if family not in BUILT_IN and ":" not in family:
+    family, _, rest = name.partition(":")
+    if family in FAMILIES and not rest:
+        raise ValueError(f"task {name!r} needs {NAMED_BY[family]}.")
+    path = FAMILIES.get(family) or BUILT_IN.get(name, name)
+    if ":" not in path:
         raise ValueError(f"unknown task {name!r}. {nearest(name, SHOWN)}")
-    maker = import_path(BUILT_IN.get(family, family), "task")
+    maker = import_path(path, "task")
     if not _is_task(_product(maker)):  # before it is called: os:system is an import path too
         raise ValueError(
             f"task {name!r} is not a task: expected a class with prompts(split, seed, start) and"

@@ -135,8 +135,10 @@ class Config(Section):
     device: str = "auto"
     """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}
-    """arithmetic, jsonl, gym:<name> or your.module:Class, with the task's own keys; reward: a
-    function your.module:name; success: a reward of at least this much is a success (0.5)."""
+    """arithmetic, jsonl, gym:<name>, an environment (guess, mastermind, lookup, gem:<id>,
+    textarena:<id>, verifiers:<id>, openenv:<url>) or your.module:Class, with the task's own keys;
+    reward: a function your.module:name; success: a reward of at least this much is a success
+    (0.5)."""
     method: dict[str, Any] = {"name": "grpo"}
     """A method by name, then any of its six axes; success: a threshold of its own."""
     num_batches: int = Field(default=60, ge=1)
@@ -208,6 +210,10 @@ class Config(Section):
         return value
 
 
+# tasks that are names in the registry of a package, and those that name a module or a server
+REGISTRIES = ("gym:", "gem:", "textarena:")
+OTHERS_CODE = ("verifiers:", "openenv:")
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 # keys of older recipes
@@ -245,7 +251,7 @@ def import_paths(value: object, key: str = "") -> dict[str, str]:
     >>> import_paths({"task": {"name": "os:system"}, "method": {"credit": ["delta", "my:rule"]}})
     {'task.name': 'os:system', 'method.credit.1': 'my:rule'}
     """
-    if is_import_path(value) and not str(value).startswith("gym:"):
+    if names_code(value):
         return {"task.name" if key == "task" else key: str(value)}
     children = (
         value
@@ -256,6 +262,17 @@ def import_paths(value: object, key: str = "") -> dict[str, str]:
     )
     parts = [import_paths(child, f"{key}.{name}".lstrip(".")) for name, child in children.items()]
     return {name: path for part in parts for name, path in part.items()}
+
+
+def names_code(value: object) -> bool:
+    """Whether a value runs code of its choice: by import path, a module of verifiers or a server.
+
+    >>> names_code("os:system"), names_code("verifiers:wordle"), names_code("gem:game")
+    (True, True, False)
+    """
+    if not isinstance(value, str) or value.startswith(REGISTRIES):
+        return False
+    return is_import_path(value) or value.startswith(OTHERS_CODE)
 
 
 def check_trust(path: str | Path, foreign: dict[str, str], chosen: dict[str, str]) -> None:
