@@ -140,9 +140,14 @@ def columns_page() -> str:
         "One row per rollout.\nThe columns from `token_ids` on are lists with one entry per"
         " response token.",
         column_table(schema.ROLLOUT_COLUMNS),
+        "Where the task is an [environment](../guides/own_task.md) the lists hold its tokens too,"
+        " with `loss_mask` False and 0 for every number, and there are further columns:",
+        column_table(schema.TURN_COLUMNS),
         "## tokens/batch_*.parquet",
         "The [ledger](../guides/ledger.md): one row per response token.",
         column_table(schema.TOKEN_COLUMNS),
+        "Where rollouts have turns:",
+        column_table(schema.TOKEN_TURN_COLUMNS),
         f"Further columns `{schema.PART_PREFIX}<axis>_<class>`, for example `part_sign_positive`,"
         " hold the part of the predicted change that each class of tokens brought.\n"
         f"`{schema.PART_PREFIX}<axis>_rest` is what the optimizer's memory (momentum, weight decay)"

@@ -24,7 +24,7 @@ def token_table(
     columns: dict[str, Tensor],
     vocabulary: Sequence[str],
 ) -> dict[str, Any]:
-    """Arrow columns of the whole batch, in the order of the schema, parts last.
+    """Arrow columns of the whole batch, in the order of the schema, those of turns and parts last.
 
     NaN becomes null; repeated strings are dictionaries.
 
@@ -54,6 +54,7 @@ def token_table(
 def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
     """Columns of the batch and its credit."""
     rollout_N1 = torch.arange(batch.num_rollouts)[:, None]
+    advantage_NT = token_advantage(credit, batch)
     columns = {
         "batch": torch.full_like(rollout_N1, batch_number),
         "group": batch.group_N[:, None],
@@ -62,12 +63,14 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "token_id": batch.token_ids_NT,
         "reward": batch.reward_N[:, None],
         "advantage": credit.advantage_N[:, None],
-        "sign": token_advantage(credit, batch).sign().to(torch.int8),
+        "sign": advantage_NT.sign().to(torch.int8),
         "weight": credit.weight_NT,
         "credit": credit.credit_NT,
         "sampler_logp": batch.sampler_logp_NT,
         "confidence": batch.sampler_logp_NT.exp(),
     }
+    if batch.turn_NT is not None:
+        columns |= {"turn": batch.turn_NT, "turn_advantage": advantage_NT}
     return {
         name: value.cpu().expand_as(mask_NT)[mask_NT].numpy() for name, value in columns.items()
     }

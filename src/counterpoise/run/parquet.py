@@ -41,6 +41,15 @@ KINDS = {
     "loss_mask": "list of booleans",
     "sampler_logp": "list of numbers",
     "entropy": "list of numbers",
+    "turn": "list of integers",
+    "turn_reward": "list of numbers",
+    "turn_advantage": "list of numbers",
+    "turn_state": "list of texts",
+    "turn_key": "list of integers",
+    "turn_action": "list of texts",
+    "turn_reply": "list of texts",
+    "end_reason": "texts",
+    "failure": "texts",
 }
 
 

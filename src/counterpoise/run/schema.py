@@ -54,7 +54,17 @@ RENAMED_CONFIG_KEYS = {
 }
 
 
-# rollouts/batch_*.parquet, one row per rollout; the last seven are lists, one entry per token
+# why a conversation ended -> in words
+END_REASONS = {
+    "done": "the environment ended it",
+    "turns": "at max_turns",
+    "length": "at max_new_tokens or max_row_tokens",
+    "failed": "the environment failed",
+    "timed out": "the environment took too long",
+}
+
+# rollouts/batch_*.parquet, one row per rollout; the last six are lists, one entry per token after
+# the prompt
 ROLLOUT_COLUMNS = {
     "batch": "batch, counted from 0",
     "rollout": "number of the rollout in its batch",
@@ -75,6 +85,25 @@ ROLLOUT_COLUMNS = {
     "entropy": "entropy of the sampling distribution at the token, nats",
 }
 
+# and beside them where the task is an environment; evals/batch_*.parquet has all but turn_advantage
+TURN_COLUMNS = {
+    "turn": (
+        "one entry per token: the turn in which the model wrote it, counted from 0; -1 on tokens"
+        " of the environment"
+    ),
+    "turn_reward": "one entry per turn, as in all that follow: its reward; they add up to reward",
+    "turn_advantage": "signed number of each turn; the rollout's where no rule tells turns apart",
+    "turn_state": "the environment's name of the state before the turn, empty where it gives none",
+    "turn_key": "number of that state; equal numbers in a prompt mean equal states",
+    "turn_action": "what the model wrote, as the environment read it",
+    "turn_reply": "what the environment answered; may lack the last",
+    "end_reason": f"one of {', '.join(END_REASONS)}",
+    "failure": (
+        "what failed, empty where nothing did; rollouts whose environment failed come last and have"
+        " no credit"
+    ),
+}
+
 # tokens/batch_*.parquet, one row per response token (the ledger)
 TOKEN_COLUMNS = {
     "batch": "batch, counted from 0",
@@ -90,7 +119,7 @@ TOKEN_COLUMNS = {
     "loss_mask": "True: takes part in the loss",
     "reward": "the rollout's reward",
     "advantage": "the rollout's advantage",
-    "sign": "+1, 0 or -1: sign of the rollout's advantage",
+    "sign": "+1, 0 or -1: sign of the advantage of the token's turn, else of its rollout",
     "weight": "credit / advantage",
     "credit": "one signed number per token: what the loss got",
     "coef": "minus the derivative of the token's loss by its own log-prob",
@@ -135,6 +164,11 @@ TOKEN_COLUMNS = {
     "cancellation": (
         "1 - |sum of the classes' parts| / sum of |parts|, classes of the first decomposition"
     ),
+}
+# and beside them where rollouts have turns
+TOKEN_TURN_COLUMNS = {
+    "turn": "the turn in which the model wrote the token, counted from 0",
+    "turn_advantage": "the advantage of that turn, whose sign is `sign`",
 }
 # further columns part_<axis>_<class>, e.g. part_sign_positive: the class's part of the predicted
 # change; part_<axis>_rest: what the optimizer's memory (momentum, weight decay) brought. The parts

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 
 from counterpoise.maths.reduce import groups, masked_mean
+from counterpoise.maths.turns import turns
 from counterpoise.plans import plan_metrics
+from counterpoise.run.schema import END_REASONS
 from counterpoise.trainer.update import Update
-from counterpoise.types import Credit, Plan, RolloutBatch
+from counterpoise.types import Conversation, Credit, Plan, RolloutBatch
+
+NUM_TURNS = 8  # the first turns have numbers of their own
 
 
 def batch_metrics(
@@ -21,6 +25,7 @@ def batch_metrics(
     """Rollouts, credit, plan and updates of one batch, flat."""
     return {
         **rollout_metrics(collected, success),
+        **turn_metrics(collected),
         **credit.metrics,
         **plan_metrics(plan, collected.batch, credit.advantage_N),
         **update_metrics(updates),
@@ -44,6 +49,39 @@ def rollout_metrics(collected: RolloutBatch, success: float) -> dict[str, float]
         "rollouts/num_tokens": int(batch.mask_NT.sum()),
         "entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT)),
         "grader/num_failures": collected.num_grader_failures,
+    }
+
+
+def turn_metrics(collected: RolloutBatch) -> dict[str, float]:
+    """Turns, their rewards, why conversations ended and the environment's own numbers; empty
+    without an environment.
+    """
+    if collected.conversations is None:
+        return {}
+    played = turns(collected.batch)
+    num_U = played.mask_NU.sum(0)[:NUM_TURNS].tolist()
+    total_U = played.reward_NU.sum(0).tolist()
+    return {
+        "turns/mean": float(played.mask_NU.sum(1).float().mean()),
+        **{f"turns/reward_{u}": total_U[u] / num for u, num in enumerate(num_U) if num},
+        **{f"turns/played_{u}": num / len(played.mask_NU) for u, num in enumerate(num_U) if num},
+        **talk_metrics(collected.conversations + _lost_talks(collected)),
+    }
+
+
+def _lost_talks(collected: RolloutBatch) -> list[Conversation]:
+    return (collected.lost.conversations or []) if collected.lost else []
+
+
+def talk_metrics(talks: list[Conversation]) -> dict[str, float]:
+    """Shares of end reasons, and the mean of each number over the conversations that have it."""
+    names = sorted({name for talk in talks for name in talk.metrics})
+    known = {n: [talk.metrics[n] for talk in talks if n in talk.metrics] for n in names}
+    ended = [talk.end_reason for talk in talks]
+    shares = {reason: ended.count(reason) / len(talks) for reason in END_REASONS}
+    return {
+        **{f"turns/end_{reason.replace(' ', '_')}": share for reason, share in shares.items()},
+        **{f"environment/{name}": sum(values) / len(values) for name, values in known.items()},
     }
 
 
