@@ -83,6 +83,16 @@ def test_the_guide_to_your_own_task(tmp_path, monkeypatch):
     assert [first_error(traced, answer, text) for text in ("dcab", "dc", "dcba")] == [2, 2, None]
 
 
+def test_the_guide_to_environments(tmp_path, monkeypatch):
+    page = blocks(DOCS / "guides" / "environments.md")
+    monkeypatch.syspath_prepend(tmp_path)
+    for (kind, code), (next_kind, output) in zip(page, [*page[1:], ("", "")]):
+        if kind == "python" and code.startswith("# my_"):
+            (tmp_path / code.split()[1]).write_text(code)
+        elif kind == "python":
+            assert next_kind == "text" and run_python(code, {}).split() == output.split()
+
+
 def run_command(line: str, monkeypatch) -> None:
     """One ``counterpoise ...`` line of a page, on the tiny setting."""
     from counterpoise.cli import main

@@ -30,6 +30,7 @@ BUILT_IN = {
     "guess": "counterpoise.environments.guess:Guess",
     "mastermind": "counterpoise.environments.mastermind:Mastermind",
     "lookup": "counterpoise.environments.lookup:Lookup",
+    "tools": "counterpoise.environments.tools:Tools",
 }
 GAMES = ("guess", "mastermind", "lookup")
 # families of other packages: the name after the colon and all parameters are theirs
@@ -48,7 +49,7 @@ NAMED_BY = {
     "openenv": "the address of an OpenEnv server, e.g. openenv:http://localhost:8000",
 }
 THEIRS = ("gym:<name>", "gem:<id>", "textarena:<id>", "verifiers:<id>", "openenv:<url>")
-SHOWN = ("arithmetic", "jsonl", *GAMES, *THEIRS, "your.module:Task")
+SHOWN = ("arithmetic", "jsonl", *GAMES, "tools", *THEIRS, "your.module:Task")
 
 
 @runtime_checkable

@@ -135,10 +135,10 @@ class Config(Section):
     device: str = "auto"
     """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}
-    """arithmetic, jsonl, gym:<name>, an environment (guess, mastermind, lookup, gem:<id>,
-    textarena:<id>, verifiers:<id>, openenv:<url>) or your.module:Class, with the task's own keys;
-    reward: a function your.module:name; success: a reward of at least this much is a success
-    (0.5)."""
+    """arithmetic, jsonl, gym:<name>, an environment (guess, mastermind, lookup, tools,
+    gem:<id>, textarena:<id>, verifiers:<id>, openenv:<url>) or your.module:Class, with the task's
+    own keys; reward: a function your.module:name; success: a reward of at least this much is a
+    success (0.5)."""
     method: dict[str, Any] = {"name": "grpo"}
     """A method by name, then any of its six axes; success: a threshold of its own."""
     num_batches: int = Field(default=60, ge=1)
