@@ -5,6 +5,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed
+# two processes, each with whole files, so that what a file makes once is made once; in the order of
+# the files: the last are short
+TWO    := -n 2 --dist loadfile --no-loadscope-reorder
 # PIP_ARGS: extra arguments for pip, for example PyTorch's CPU index on a Linux machine without a GPU
 # small models on few cores run fastest with one thread per process
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +26,7 @@ demo: setup
 	OMP_NUM_THREADS=2 $(VENV)/bin/counterpoise train recipes/demo.yaml --fresh
 
 test: setup
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest $(TWO)
 
 # the pages in a real browser; `make test` runs these too where it finds one
 test-browser: setup
@@ -32,7 +35,7 @@ test-browser: setup
 
 # inside TRL: slower, several processes
 test-hosts: setup
-	$(PY) -m pytest tests/hosts/trl -n 2 --dist loadfile
+	$(PY) -m pytest tests/hosts/trl $(TWO)
 
 # verl needs an environment of its own (its transformers pin is older than ours)
 test-verl: setup
