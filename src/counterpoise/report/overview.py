@@ -18,7 +18,7 @@ from counterpoise.maths.intervals import Interval
 from counterpoise.report.runs import LAST, Group, at_point, eval_series, final, seed_of, series_of
 from counterpoise.report.tokens import flip_rates, tokens_of
 from counterpoise.run.read import RunFolder
-from counterpoise.text import percent, shorten, with_interval
+from counterpoise.text import number, percent, shorten, with_interval
 
 AXES = {
     "advantage": "one number per rollout",
@@ -194,8 +194,10 @@ def _tokens_tile(group: Group) -> Tile | None:
         return None
     seconds = [_seconds(run.timing) for run in runs]
     known = [s for s in seconds if s > 0]
-    note = f"in {sum(known) / 60:.1f} minutes" if known else ""
-    return Tile("tokens sampled", f"{int(sum(totals)):,}", note)
+    notes = [f"in {sum(known) / 60:.1f} minutes"] if known else []
+    turns = final(group, "turns/mean").mean
+    notes += [f"{number(turns)} turns per episode"] if math.isfinite(turns) else []
+    return Tile("tokens sampled", f"{int(sum(totals)):,}", ", ".join(notes))
 
 
 def _seconds(timing: pd.DataFrame) -> float:

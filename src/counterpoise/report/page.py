@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SECTIONS = {
     "learning": ("Learning", "What the policy earned, by batch."),
     "signals": ("Signals", "Whether there is something to learn from, and whether it is used."),
+    "turns": ("Turns", "What the turns of an episode earned, how many there were, how it ended."),
     "plan": ("Plan", "Which rollouts share an update. Only tokens of one update can cancel in it."),
     "credit": ("Credit", "How the advantage of a rollout was spread over its tokens."),
     "ledger": ("Ledger", "What the updates did to each token, and why."),
@@ -128,6 +129,7 @@ def content(
         absent={
             name: [_lack(c, groups) for c, d in drawings if d is None and c.section == name]
             for name in SECTIONS
+            if name != "turns" or cards[name]
         },
         comparison=compare,
         details=[
@@ -156,7 +158,7 @@ def render(page: Content) -> str:
         source="run folders",
         figures=figures,
         page=page,
-        sections=SECTIONS,
+        sections={k: section for k, section in SECTIONS.items() if k != "turns" or page.cards[k]},
         origins=[(run, overview.origin(run)) for group in page.groups for run in group.runs],
         ledger_off=IMPORTED if _is_imported(page.groups) else LEDGER_OFF,
         words_of=words,

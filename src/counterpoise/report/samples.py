@@ -11,10 +11,11 @@ import numpy as np
 from counterpoise.report.overview import Table
 from counterpoise.report.tokens import Frame, TopToken, has, to_types, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
-from counterpoise.text import number, percent, visible
+from counterpoise.text import number, percent, shorten, visible
 
 NUMBERS = ("group", "rollout", "reward", "advantage")
 MAX_TOKENS = 500
+MAX_REPLY = 400  # characters of a reply that are shown
 BINS = 10
 
 
@@ -95,6 +96,8 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
         "advantage",
         "stop_reason",
         "token_ids",
+        "turn",
+        "turn_reply",
     )
     table = run.table("rollouts", at, columns)
     if table is None or not {"group", "rollout", "reward", "text"} <= set(table.column_names):
@@ -208,21 +211,42 @@ def _sample(row: dict[str, Any], tokens: Frame | None, column: str) -> Sample:
         else None
     )
     if own is not None and len(own) and "text" in own:
-        limit = colour_limit(tokens, column)
-        parts = [_token(token, column, limit) for token in own.head(MAX_TOKENS).to_dict("records")]
+        parts = _with_replies(own, row, column, colour_limit(tokens, column))
         left_out = max(0, len(own) - MAX_TOKENS)
     else:
         parts, left_out = [Token(visible(row["text"], "\n"), "", "")], 0
-    ids = row.get("token_ids")
     return Sample(
         rollout=int(row["rollout"]),
         reward=float(row["reward"]),
         advantage=float(row.get("advantage", np.nan)),
-        num_tokens=len(ids) if ids is not None else 0,
+        num_tokens=_num_tokens(row),
         stop_reason=visible(row.get("stop_reason")),
         tokens=parts,
         num_left_out=left_out,
     )
+
+
+def _num_tokens(row: dict[str, Any]) -> int:
+    """Tokens that the model wrote."""
+    turns, ids = row.get("turn"), row.get("token_ids")
+    if isinstance(turns, np.ndarray) and np.issubdtype(turns.dtype, np.number):
+        return int((turns >= 0).sum())
+    return len(ids) if ids is not None else 0
+
+
+def _with_replies(own: Frame, row: dict[str, Any], column: str, limit: float) -> list[Token]:
+    """Tokens of a rollout; after each turn what the environment said, cut where it is long."""
+    replies = row.get("turn_reply")
+    replies = list(replies) if isinstance(replies, np.ndarray) and "turn" in own else []
+    out, rows = [], own.head(MAX_TOKENS).to_dict("records")
+    for at, token in enumerate(rows):
+        out.append(_token(token, column, limit))
+        turn = token.get("turn")
+        ends = at + 1 < len(rows) and rows[at + 1].get("turn") != turn
+        if ends and isinstance(turn, (int, float)) and 0 <= turn < len(replies):
+            text = visible(shorten(str(replies[int(turn)]), MAX_REPLY), "\n")
+            out.append(Token(text, "reply", f"reply to turn {int(turn)}"))
+    return out
 
 
 def _token(token: dict[Any, Any], column: str, limit: float) -> Token:

@@ -26,6 +26,7 @@ Frame = Any  # a pandas.DataFrame; type checkers take its boolean selections for
 COLUMNS = (
     "group",
     "rollout",
+    "turn",
     "text",
     "sign",
     "weight",

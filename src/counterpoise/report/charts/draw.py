@@ -59,7 +59,7 @@ def of_keys(*names: tuple[str, str]) -> Draw:
         lines = [
             line
             for at, group in enumerate(groups)
-            for line in _key_lines(group, at, names, len(groups) == 1)
+            for line in key_lines(group, at, names, len(groups) == 1)
         ]
         return figures.lines(lines) if lines else None
 
@@ -269,8 +269,8 @@ def of_ledger(name: str, *names: tuple[str, str], also: Sequence[tuple[str, str]
                 for k, (_, label) in enumerate(names)
                 if label in series
             ]
-            lines += of_tokens or _key_lines(group, at, names, len(groups) == 1)
-            others = _key_lines(group, at, also, len(groups) == 1, offset=len(names))
+            lines += of_tokens or key_lines(group, at, names, len(groups) == 1)
+            others = key_lines(group, at, also, len(groups) == 1, offset=len(names))
             lines += [line for line in others if len(groups) == 1 or figures.size_of(line) > 1e-6]
         return figures.lines(lines) if lines else None
 
@@ -304,9 +304,10 @@ def ledger_series(group: Group, name: str) -> dict[str, tuple[list[int], list[Ro
     return out
 
 
-def _key_lines(
+def key_lines(
     group: Group, at: int, names: Sequence[tuple[str, str]], is_alone: bool, offset: int = 0
 ) -> list[Line]:
+    """Lines of the ``at``-th group, one per (key of metrics.jsonl, label) that it has."""
     lines = []
     for k, (key, label) in enumerate(names):
         one = curve(group, key)

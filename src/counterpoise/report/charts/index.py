@@ -21,6 +21,7 @@ from counterpoise.report.charts.draw import (
     of_timing,
     of_tokens,
 )
+from counterpoise.report.charts.turns import of_ends, of_environment, of_turn_rewards
 
 
 class Chart(NamedTuple):
@@ -161,6 +162,41 @@ CHARTS: tuple[Chart, ...] = (
         " (arXiv 2107.03374); the largest k of the run.",
         of_pass,
         needs="eval.samples above 1",
+    ),
+    Chart(
+        "turn_rewards",
+        "turns",
+        "Reward by turn",
+        "Where in an episode reward is earned; learning moves it to earlier turns, or adds some.",
+        "Mean reward of each turn over the rollouts that played it. Whiskers: 95% over these"
+        " batches for one run, over seeds for several.",
+        of_turn_rewards,
+    ),
+    Chart(
+        "num_turns",
+        "turns",
+        "Turns per episode",
+        "A fall is fine where the reward rises; a fall to one turn with a flat reward means that"
+        " the policy gave up asking.",
+        "Mean number of turns per rollout.",
+        of_metric("turns/mean", zero=True),
+    ),
+    Chart(
+        "ends",
+        "turns",
+        "Why episodes ended",
+        "Done is the environment's own end; turns and length are limits of the recipe, failed and"
+        " timed out are faults of the environment.",
+        "Share of rollouts by the reason of their end. Reasons that never came are left out.",
+        of_ends,
+    ),
+    Chart(
+        "environment",
+        "turns",
+        "Numbers of the environment",
+        "What the environment counts itself: calls of tools, malformed actions.",
+        "Mean over the turns of a rollout that have the number, then over rollouts.",
+        of_environment,
     ),
     Chart(
         "pairs_kept",
