@@ -1,6 +1,5 @@
-"""One rank of a tiny training: ``torchrun --nproc_per_node 2 trl_ranks.py OUT SCENARIO...``.
-
-Run plainly it is the single process.
+"""One rank of tiny trainings: ``torchrun --nproc_per_node 2 trl_ranks.py OUT SCENARIO...``, by DDP;
+those named ``fsdp2/SCENARIO``, which come last, by FSDP2.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from counterpoise.hosts.trl.live import live_columns
 from counterpoise.hosts.trl.state import credit_state
 from helpers import trl_tiny
 
+WORLD = 2
 # sgd without clipping: a difference in the gradient stays the size it has
 ARGS = {
     "optim": "sgd",
@@ -77,7 +77,7 @@ def shard_fully(trainer):
     trainer.is_fsdp_enabled = True
 
 
-def run(name, world):
+def run(name, world, *, sharded=False):
     """Credit of every generation by global row, plans, and the weights at the end; 16 rollouts a
     generation whatever the world.
     """
@@ -87,7 +87,7 @@ def run(name, world):
     reward = REWARDS.get(args.pop("reward_funcs", ""), trl_tiny.graded)
     trainer = trl_tiny.ours(folder, args=args, reward_funcs=reward, rollout_func=trl_tiny.told)
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
-    if os.environ.get("ENGINE") == "fsdp2":
+    if sharded:
         shard_fully(trainer)
     credits, plans, take = [], [], trainer._take_batch
 
@@ -136,11 +136,13 @@ def _whole(tensors):
 
 
 def main(out, names):
-    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(1)
-    found = {name: run(name, world) for name in names}
-    if int(os.environ.get("RANK", 0)) == 0:
-        torch.save(found, out)
+    results = {
+        name: run(name.removeprefix("fsdp2/"), WORLD, sharded=name.startswith("fsdp2/"))
+        for name in names
+    }
+    if int(os.environ["RANK"]) == 0:
+        torch.save(results, out)
 
 
 if __name__ == "__main__":

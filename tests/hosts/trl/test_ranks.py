@@ -14,58 +14,59 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-from helpers.trl_ranks import SCENARIOS
+from helpers.trl_ranks import SCENARIOS, run
 
 pytestmark = pytest.mark.hosts
 SCRIPT = Path(__file__).parents[2] / "helpers" / "trl_ranks.py"
 SHARDED = ("delta", "dfpo_min", "fade", "ledger")
 
 
-def launched(out, names, *, world, engine="ddp"):
-    """Run the script in its own processes.
+def launched(out, names):
+    """Run the script in two processes, which start once for all scenarios.
 
     ``accelerate launch --cpu`` would run one process whatever one asks for, hence torchrun.
     """
-    command = [sys.executable, str(SCRIPT), str(out), *names]
-    if world > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        run = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(world),
-            "--master_port",
-            str(port),
-        ]
-        command = [sys.executable, *run, str(SCRIPT), str(out), *names]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     settings = {
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
-        "ENGINE": engine,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, timeout=600, check=False
+    result = subprocess.run(
+        [sys.executable, *run, str(SCRIPT), str(out), *names],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert result.returncode == 0, result.stderr[-4000:]
     return torch.load(out)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("one") / "out.pt", SCENARIOS, world=1)
+def one():
+    return {name: run(name, world=1) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("two") / "out.pt", SCENARIOS, world=2)
+def both(tmp_path_factory):
+    """DDP, then FSDP2: accelerate keeps the engine once it is set."""
+    names = [*SCENARIOS, *(f"fsdp2/{name}" for name in SHARDED)]
+    return launched(tmp_path_factory.mktemp("two") / "out.pt", names)
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("sharded") / "out.pt", SHARDED, world=2, engine="fsdp2")
+def two(both):
+    return {name: both[name] for name in SCENARIOS}
+
+
+@pytest.fixture(scope="module")
+def sharded(both):
+    return {name: both[f"fsdp2/{name}"] for name in SHARDED}
 
 
 def assert_same_training(got, expected):
