@@ -5,30 +5,30 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from counterpoise.policy.load import gguf_folder
 from counterpoise.run.environment import why_not_private
+from counterpoise.sampling.kernels import cpu
 from helpers.quick_compiler import COMPILER, path_with_quick_compiler
 
-# one process for several caches: most of its time is the import
-BUILD = """
-import os, sys
-from counterpoise.sampling.kernels import cpu
-for cache in sys.argv[1:]:
-    os.environ["COUNTERPOISE_CACHE"] = cache
-    cpu.library.cache_clear()
-    print(cpu.library() is not None, flush=True)
-"""
 PLANTED = '#include <fcntl.h>\n__attribute__((constructor)) void f(void) {{ creat("{}", 0600); }}\n'
 
 
-def build(*caches: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BUILD, *map(str, caches)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], bool]]:
+    """Whether kernels can be had with a cache; what was built and loaded is forgotten each time."""
+
+    def has_kernels(cache: Path) -> bool:
+        monkeypatch.setenv("COUNTERPOISE_CACHE", str(cache))
+        cpu.library.cache_clear()
+        return cpu.library() is not None
+
+    yield has_kernels
+    cpu.library.cache_clear()
 
 
 def plant(cache: Path, mark: Path) -> Path:
@@ -52,19 +52,18 @@ def open_up(how: str, cache: Path, library: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_kernels_that_others_could_have_written_are_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Path], bool], caplog
 ):
     monkeypatch.setenv("PATH", path_with_quick_compiler(tmp_path / "bin"))
     ways = ["folder", "root", "file", *["owner"] * (os.geteuid() == 0)]  # root may give files away
     caches = [tmp_path / how for how in ways]
-    assert build(caches[0]).stdout == "True\n"
+    assert build(caches[0]) and not caplog.records
     for cache in caches[1:]:
         shutil.copytree(caches[0], cache)
     for how, cache in zip(ways, caches):
         open_up(how, cache, plant(cache, cache / "mark"))
-    result = build(*caches)
-    assert result.stdout == "True\n" * len(ways)
-    assert result.stderr.count("not loaded but built anew") == len(ways)
+    assert [build(cache) for cache in caches] == [True] * len(ways)
+    assert caplog.text.count("not loaded but built anew") == len(ways)
     assert not list(tmp_path.rglob("mark"))
 
 
