@@ -111,21 +111,6 @@ def test_golden_run(tmp_path):
         assert row == pytest.approx(kept, rel=1e-4, abs=1e-4), f"batch {batch_number}"
 
 
-RUN = """
-import json, sys
-from counterpoise.trainer.config import parse_config
-from counterpoise.trainer.loop import train
-config = parse_config(json.loads(sys.argv[1]))
-train(config, resume=sys.argv[2] == "resume", fresh=sys.argv[2] == "fresh")
-"""
-
-
-def start(recipe: dict, mode: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, json.dumps(recipe), mode], stderr=subprocess.PIPE, text=True
-    )
-
-
 # loads everything once, then forks a run per line; says its process id and how it ended
 FORK = """
 import json, os, sys, traceback
@@ -169,7 +154,7 @@ class Forks:
         return int(self.server.stdout.readline())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forks():
     forks = Forks()
     yield forks
@@ -217,15 +202,14 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path, f
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path):
+def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path, forks):
     recipe = small(tmp_path, num_batches=200, checkpoint_every=0)
-    process = start(recipe, "new")
+    process = forks.start(recipe, "new")
     watched = Path(recipe["run_dir"]) / "metrics.jsonl"
-    while process.poll() is None and not read_jsonl(watched):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=600)
-    assert process.returncode == 0, error
+    while not forks.has_ended() and not read_jsonl(watched):
+        pass
+    os.kill(process, signal.SIGTERM)
+    assert forks.exit_code() == 0
     (kept,) = checkpoint.checkpoints(Path(recipe["run_dir"]))
     done = json.loads((kept / "state.json").read_text())["batch_number"]
     assert done == len(metrics(recipe["run_dir"])) < 200
