@@ -53,19 +53,21 @@ for args in json.loads(sys.argv[3]):
 """
 
 
-def commands(extra: str, *lists: list[object]) -> list[Result]:
-    """``counterpoise ARGS`` for each list of arguments, where only ``extra`` is installed."""
+def commands(extra: str, *lists: list[object], then: str = "") -> list[Result]:
+    """``counterpoise ARGS`` for each list of arguments, where only ``extra`` is installed; then
+    Python code.
+    """
     args = json.dumps([[str(word) for word in words] for words in lists])
-    python = [sys.executable, str(SCRIPT), extra, RUN, args]
+    python = [sys.executable, str(SCRIPT), extra, RUN + then, args]
     with tempfile.TemporaryDirectory() as empty:  # no run of an earlier command lies there
         process = subprocess.run(python, capture_output=True, text=True, timeout=600, cwd=empty)
     assert process.returncode == 0, process.stderr
     return [Result(*json.loads(line)) for line in process.stdout.splitlines()]
 
 
-def check_commands(extra: str, *lists: list[object]) -> list[Result]:
+def check_commands(extra: str, *lists: list[object], then: str = "") -> list[Result]:
     """The same, and each of them works."""
-    results = commands(extra, *lists)
+    results = commands(extra, *lists, then=then)
     assert [result.code for result in results] == [0] * len(lists), [r.err for r in results]
     return results
 
@@ -116,7 +118,7 @@ def test_cli_alone_shows_a_method_writes_a_recipe_and_sees_the_doctor(tmp_path):
     assert "report, compare, view, audit, import need more packages" in doctor.out
 
 
-def test_report_alone_audits_and_imports(run_dir, tmp_path):
+def test_report_alone_reports_compares_views_audits_and_imports(run_dir, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -132,20 +134,13 @@ def test_report_alone_audits_and_imports(run_dir, tmp_path):
         "report",
         ["audit", run_dir],
         ["import", "trl", tmp_path, "--out", tmp_path / "imported"],
-        ["view", tmp_path / "imported", "--export", tmp_path / "pages"],
-    )
-
-
-def test_report_alone_reports_compares_and_views(run_dir, tmp_path):
-    check_commands(
-        "report",
+        ["view", tmp_path / "imported", "--export", tmp_path / "imported_pages"],
         ["report", run_dir, "--out", tmp_path / "page.html"],
         ["compare", run_dir, "--no-page"],
         ["view", run_dir, "--export", tmp_path / "pages"],
+        then="import counterpoise.viewer.server, uvicorn",
     )
     assert (tmp_path / "page.html").is_file() and (tmp_path / "pages" / "index.html").is_file()
-    served = "import counterpoise.viewer.server, uvicorn"
-    subprocess.run([sys.executable, str(SCRIPT), "report", served], check=True, timeout=300)
 
 
 def test_train_alone_trains_evaluates_probes_and_says_what_report_needs(tmp_path):
