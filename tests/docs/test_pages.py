@@ -103,7 +103,8 @@ def run_command(line: str, monkeypatch) -> None:
         re.sub(r"^\d+$", "1", w) if before == "--batch" else w
         for before, w in zip(["", *words], words)
     ]
-    if words[1] == "sweep":  # one seed shows that it works
+    if words[1] == "sweep":  # one method and one seed show that it works
+        del words[words.index("--methods") + 2 : words.index("--seeds")]
         del words[words.index("--seeds") + 2 : words.index("--jobs")]
     if words[1] in ("train", "sweep"):
         words += [word for pair in TINY.split() for word in ("--set", pair)]
