@@ -28,12 +28,11 @@ from counterpoise.probes.turns import (
     check_game,
     scene_credits,
     scene_values,
-    scores,
     turn_credits,
     turn_numbers,
 )
 from counterpoise.tasks.arithmetic import Arithmetic
-from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.config import ConfigError, parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.types import Conversation
 
@@ -265,14 +264,20 @@ def test_through_the_command(run_dir, capsys):
     )
 
 
-def test_scores_are_those_of_the_episodes(run_dir):
+def test_scores_are_in_the_folder(run_dir):
     """1 over the numbers that are left, and 1 for the hit."""
-    scene = open_scene(run_dir, 0)
-    score_NU = scores(scene.task, scene.collected)
-    played = turns(scene.collected.batch)
-    assert not score_NU[played.mask_NU].isnan().any() and score_NU[~played.mask_NU].isnan().all()
-    is_end_NU = played.mask_NU & (played.mask_NU.cumsum(1) == played.mask_NU.sum(1, keepdim=True))
-    assert torch.equal(score_NU[is_end_NU], scene.collected.batch.reward_N)
+    batch = open_scene(run_dir, 0).collected.batch
+    score_NU, mask_NU = batch.turn_score_NU, batch.turn_mask_NU
+    assert not score_NU[mask_NU].isnan().any() and score_NU[~mask_NU].isnan().all()
+    is_end_NU = mask_NU & (mask_NU.cumsum(1) == mask_NU.sum(1, keepdim=True))
+    assert torch.equal(score_NU[is_end_NU], batch.reward_N)
+    assert ((score_NU[mask_NU & ~is_end_NU] > 0) & (score_NU[mask_NU & ~is_end_NU] < 1)).all()
+
+
+@pytest.mark.parametrize("method", ["igpo", "turn_credit"])
+def test_methods_that_read_scores_need_an_environment(method, tmp_path):
+    with pytest.raises(ConfigError, match="reads a score of the state after each turn"):
+        train(parse_config({"run_dir": str(tmp_path), "method": method, "model": "nowhere"}))
 
 
 def test_tasks_without_exact_values_are_refused(run_dir):

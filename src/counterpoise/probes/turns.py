@@ -26,7 +26,7 @@ from counterpoise.probes.ranking import correlation, draw_weights
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.sheet import Sheet, merged, number_text, ordered, rule_figure
 from counterpoise.probes.turn_values import remembered, turn_values
-from counterpoise.types import RolloutBatch, TokenBatch
+from counterpoise.types import TokenBatch
 
 METHODS = (
     "turn_rloo, {name: turn_rloo, credit: [{name: turn_baseline, over: all}]}, rloo, dr_grpo, grpo,"
@@ -82,23 +82,9 @@ def check_game(scene: Scene) -> Any:
 
 def scene_credits(scene: Scene, methods: str) -> Columns:
     """The credit of each turn of a saved batch under several methods."""
-    collected = scene.collected
-    batch = collected.batch.replace(turn_score_NU=scores(scene.task, collected))
-    scored = scene._replace(collected=collected._replace(batch=batch))
-    assigned = assign(scored, methods_of(methods))
-    return turn_credits(batch, {label: one.credit.credit_NT for label, one in assigned.items()})
-
-
-def scores(game: Any, collected: RolloutBatch) -> Tensor:
-    """The score after each turn, from the episodes played again; NaN where there is none."""
-    played, prompts = turns(collected.batch), collected.prompts
-    out_NU = torch.full(played.mask_NU.shape, torch.nan, dtype=collected.batch.reward_N.dtype)
-    for row, talk in enumerate(collected.conversations or []):
-        episode = game.start(prompts[int(collected.batch.group_N[row])], 0)
-        for turn, action in enumerate(talk.actions):
-            score = episode.step(action).score
-            out_NU[row, turn] = torch.nan if score is None else score
-    return out_NU.to(played.mask_NU.device)
+    assigned = assign(scene, methods_of(methods))
+    credits = {label: one.credit.credit_NT for label, one in assigned.items()}
+    return turn_credits(scene.collected.batch, credits)
 
 
 def turn_credits(batch: TokenBatch, credits: Mapping[str, Tensor]) -> Columns:

@@ -43,6 +43,7 @@ KINDS = {
     "entropy": "list of numbers",
     "turn": "list of integers",
     "turn_reward": "list of numbers",
+    "turn_score": "list of numbers",
     "turn_advantage": "list of numbers",
     "turn_state": "list of texts",
     "turn_key": "list of integers",

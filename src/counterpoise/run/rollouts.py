@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ READ_TURNS = (  # and those that conversations have beside
     *("turn", "turn_reward", "turn_state", "turn_key", "turn_action", "turn_reply"),
     *("end_reason", "failure"),
 )
+SCORE = "turn_score"
 ADVICE = "Take the file as counterpoise train wrote it (save_rollouts_every)."
 
 
@@ -73,9 +75,13 @@ def turn_columns(rollouts: RolloutBatch, credit: Credit | None = None) -> Column
     assert batch.turn_reward_NU is not None
     assert batch.state_NU is not None
     played_NU = batch.turn_mask_NU
+    score_NU = batch.turn_score_NU
+    if score_NU is None:
+        score_NU = torch.full_like(batch.turn_reward_NU, math.nan)
     columns: Columns = {
         "turn": ragged(batch.turn_NT, row_mask(batch.mask_NT)),
         "turn_reward": ragged(batch.turn_reward_NU, played_NU),
+        SCORE: ragged(score_NU, played_NU),
         "turn_key": ragged(batch.state_NU, played_NU),
         "turn_state": [list(talk.states) for talk in talks],
         "turn_action": [list(talk.actions) for talk in talks],
@@ -142,7 +148,8 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
             " counterpoise that wrote it."
         )
     if has_turns:
-        table = parquet.require_columns(path, (*READ, *READ_TURNS), ADVICE)
+        scores = (SCORE,) if SCORE in schema.names else ()
+        table = parquet.require_columns(path, (*READ, *READ_TURNS, *scores), ADVICE)
     column: dict[str, list[Any]] = table.to_pydict()
     by_group = {
         g: Prompt(i, t, a)
@@ -188,16 +195,20 @@ def _with_turns(batch: TokenBatch, column: dict[str, list[Any]]) -> TokenBatch:
     mask_NU = number_U < torch.tensor(num_turns)[:, None]
 
     def padded(rows: list[list[Any]], like: Tensor, fill: float) -> Tensor:
-        out = torch.full(like.shape, fill, dtype=torch.float64 if fill == 0 else torch.long)
+        out = torch.full(like.shape, fill, dtype=torch.long if fill == -1 else torch.float64)
         for k, row in enumerate(rows):
             out[k, : len(row)] = torch.tensor(row, dtype=out.dtype)
         return out
 
+    score_NU = None
+    if any(score == score for row in column.get(SCORE, []) for score in row):  # not NaN
+        score_NU = padded(column[SCORE], mask_NU, math.nan).to(batch.reward_N.dtype)
     return batch.replace(
         turn_NT=padded(column["turn"], batch.mask_NT, -1),
         turn_reward_NU=padded(column["turn_reward"], mask_NU, 0).to(batch.reward_N.dtype),
         turn_mask_NU=mask_NU,
         state_NU=padded(column["turn_key"], mask_NU, -1),
+        turn_score_NU=score_NU,
     )
 
 

@@ -92,6 +92,7 @@ TURN_COLUMNS = {
         " of the environment"
     ),
     "turn_reward": "one entry per turn, as in all that follow: its reward; they add up to reward",
+    "turn_score": "the environment's score of the state after it, NaN where it gives none",
     "turn_advantage": "signed number of each turn; the rollout's where no rule tells turns apart",
     "turn_state": "the environment's name of the state before the turn, empty where it gives none",
     "turn_key": "number of that state; equal numbers in a prompt mean equal states",

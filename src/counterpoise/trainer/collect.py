@@ -21,6 +21,8 @@ from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
 
+SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
+
 
 def collect(
     method: Method, sampler: RolloutSampler, saved: RolloutBatch | None = None
@@ -57,6 +59,16 @@ def check_start(task: Task, seed: int, prompts: list[Prompt]) -> None:
         )
 
 
+def check_scores(method: Method, has_scores: bool) -> None:
+    """A rule that reads scores of turns, and nothing that gives any."""
+    names = ", ".join(stage.name for stage in method.stages if SCORE in stage.needs)
+    if names and not has_scores:
+        raise ConfigError(
+            f"method: {names} reads a score of the state after each turn, which an environment"
+            " gives (Reply.score), and this task does not. Take turn_rloo, or another task."
+        )
+
+
 def check_prompts(policy: Policy, task: Task, config: Config) -> None:
     """Prompts of the first batch and of the evaluation can be read by the model: a chat template,
     the length limit, a test split.
@@ -79,6 +91,7 @@ def measure_columns(
     """The batch with the columns that the method needs and the sampler did not give."""
     batch = collected.batch
     missing = {name for name in method.needs if getattr(batch, name, None) is None}
+    check_scores(method, SCORE not in missing)
     if not missing:
         return collected
     with autocast(policy.model):

@@ -11,6 +11,7 @@ import torch
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.environments import is_environment
 from counterpoise.ledger.book import Settings
 from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.ledger.measures.classes import check_axes
@@ -25,7 +26,13 @@ from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import read_jsonl
 from counterpoise.tasks import Task
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import RolloutSampler, check_prompts, collect, measure_columns
+from counterpoise.trainer.collect import (
+    RolloutSampler,
+    check_prompts,
+    check_scores,
+    collect,
+    measure_columns,
+)
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.interrupt import stop_requests
@@ -80,6 +87,7 @@ def train(
     changes = changed_settings(run_dir, config) if resume else {}
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
+    check_scores(method, is_environment(task))
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
