@@ -247,10 +247,10 @@ def test_drift_is_zero_at_the_first_checkpoint(run: Path) -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
 def test_sharpening_by_a_factor_has_that_slope_and_a_walk_has_none(factor: float) -> None:
-    """4,000 prompts whose log-odds are multiplied, and the same after a walk of 3 nats."""
+    """2,000 prompts whose log-odds are multiplied, and the same after a walk of 3 nats."""
     rng = np.random.default_rng(0)
-    start, walk = 4 * rng.normal(size=4000), 3 * rng.normal(size=4000)
-    columns = {"prompt": np.arange(4000), "start": start, "entropy": np.zeros(4000)}
+    start, walk = 4 * rng.normal(size=2000), 3 * rng.normal(size=2000)
+    columns = {"prompt": np.arange(2000), "start": start, "entropy": np.zeros(2000)}
     rows = [
         pd.DataFrame({**columns, "batch": batch, "log_odds": factor * start + k * walk})
         for batch, k in ((1, 0), (2, 1), (3, 2))
