@@ -29,7 +29,7 @@ def report(plain_run):
 def test_report_draws_every_chart_in_both_themes(page, report, plain_run):
     path, found = report
     page.goto(path.as_uri())
-    for name, cards in found.cards.items():
+    for name, cards in ((name, cards) for name, cards in found.cards.items() if cards):
         page.locator(f"nav a[href='#{name}']").click()
         for card in cards:
             plot = page.locator(f"[data-figure='{card.chart.name}']")
