@@ -44,6 +44,36 @@ class CountingEpisode:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hostile(Counting):
+    """Replies, states and names of numbers that would be markup or control a terminal; the last
+    reply has 100 kB. Both signs of reward.
+    """
+
+    turns: int = 4
+
+    def start(self, prompt, seed):
+        return HostileEpisode(self, prompt.meta["secret"], seed)
+
+
+class HostileEpisode(CountingEpisode):
+    def step(self, action):
+        reply = super().step(action)
+        evil = "<script>window.pwned=1</script>"
+        said = (
+            evil,
+            f"<img src=x onerror=window.pwned=1>\x1b[2J\u202e\n{evil}\n" * 4,
+            "?",
+            "x" * 100_000,
+        )
+        return reply._replace(
+            text=said[self.num - 1],
+            reward=1.0 if sum(map(ord, action)) % 2 else -0.25,
+            state=f"<b>{self.num % 2}</b>",
+            metrics={evil: 1.0},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Broken(Counting):
     """``fault`` in turn ``when`` of the episodes whose secret is 0."""
 

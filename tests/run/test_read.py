@@ -20,7 +20,8 @@ from counterpoise.run.parquet import read_columns
 from counterpoise.run.read import open_run
 from counterpoise.run.tables import load_run
 from counterpoise.viewer.api import batch_info
-from counterpoise.viewer.tokens import open_batch, tokenizer_file
+from counterpoise.viewer.texts import tokenizer_file
+from counterpoise.viewer.tokens import open_batch
 from helpers.make_run import make_run
 
 SMALL = {"num_batches": 3, "prompts": 2, "group_size": 4, "ledger_every": 1, "eval_every": 2}

@@ -14,11 +14,15 @@ import numpy as np
 from counterpoise.report.runs import eval_series, final_of, method_name, seed_of
 from counterpoise.run import parquet
 from counterpoise.run.read import RunFolder, batch_files
-from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS
+from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS, TOKEN_TURN_COLUMNS
 from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
+from counterpoise.viewer.turns import has_turns
 
-DIVERGING = ("credit", "delta", "predicted", "own_head", "own", "others", "coef", "advantage")
+DIVERGING = (
+    *("credit", "delta", "predicted", "own_head", "own", "others", "coef"),
+    *("advantage", "turn_advantage"),
+)
 SEQUENTIAL = ("weight", "entropy", "confidence", "cancellation", "ratio", "kl")
 QUANTILE = 0.98  # colours saturate there
 PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}
@@ -38,7 +42,7 @@ def run_info(run: RunFolder) -> dict[str, Any]:
             for batch in sorted(with_tokens.union(run.batches("rollouts")))
         ],
         "evals": run.batches("evals"),
-        "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS,
+        "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS | TOKEN_TURN_COLUMNS,
         "problems": list(run.problems),
     }
 
@@ -71,6 +75,7 @@ def batch_info(tokens: BatchTokens) -> dict[str, Any]:
             if name not in ("text", "batch", "group", "rollout")
         ],
         "opens_on": opens_on(tokens),
+        "has_turns": has_turns(tokens),
         "texts": tokens.column("text").words or [],
         "groups": _groups(tokens),
         "problems": list(tokens.run.problems),
@@ -180,7 +185,7 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
         "advantage": tokens.first("advantage"),
         "flips": tokens.sums("is_flip"),
     }
-    sign_N, length_N = tokens.sign_N, np.diff(tokens.start_N)
+    sign_N, mixed_N, length_N = tokens.sign_N, tokens.is_mixed_N, np.diff(tokens.start_N)
     solved_N = numbers["reward"] >= tokens.run.success
     out: dict[int, dict[str, Any]] = {}
     for at, (group, rollout) in enumerate(zip(tokens.group_N.tolist(), tokens.rollout_N.tolist())):
@@ -198,6 +203,7 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
                 "rollout": rollout,
                 "length": int(length_N[at]),
                 "sign": int(sign_N[at]),
+                "mixed": bool(mixed_N[at]),
                 "solved": bool(solved_N[at]),
                 **{name: _number(value[at]) for name, value in numbers.items()},
                 "stop_reason": texts.get("stop_reason"),

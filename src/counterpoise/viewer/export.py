@@ -15,10 +15,11 @@ from counterpoise.run.files import write_text
 from counterpoise.run.read import RunFolder
 from counterpoise.viewer import api
 from counterpoise.viewer.tokens import BatchTokens, open_batch
+from counterpoise.viewer.turns import prompt_turns
 
 # in the order of their imports
 MODULES = (
-    *("text", "colour", "source", "layout", "align", "pane", "inspector"),
+    *("text", "colour", "source", "turns", "layout", "align", "pane", "inspector"),
     *("prompts", "history", "address", "viewer"),
 )
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
@@ -107,7 +108,8 @@ def _batch(tokens: BatchTokens, prompts: int | None) -> dict[str, Any]:
         }
         for group in info["groups"]
     }
-    return {"info": info, "words": words, "flags": flags, "columns": columns}
+    turns = {str(g["group"]): prompt_turns(tokens, g["group"]) for g in info["groups"]}
+    return {"info": info, "words": words, "flags": flags, "columns": columns, "turns": turns}
 
 
 def _pack(tokens: BatchTokens, group: int, name: str) -> list[str]:

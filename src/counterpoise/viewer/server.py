@@ -23,6 +23,7 @@ from counterpoise.run.read import open_run
 from counterpoise.viewer import api
 from counterpoise.viewer.cache import BatchCache
 from counterpoise.viewer.tokens import BatchTokens
+from counterpoise.viewer.turns import prompt_turns
 
 HOST = "127.0.0.1"
 ASSETS = {
@@ -38,6 +39,7 @@ ASSETS = {
             "layout",
             "align",
             "pane",
+            "turns",
             "inspector",
             "prompts",
             "history",
@@ -97,8 +99,12 @@ def run_routes(folder: Callable[[Request], Path], prefix: str) -> list[Route]:
             given = request.path_params
             return _json(api.token(tokens(request), given["group"], given["at"]))
 
+        def turns(request: Request) -> Response:
+            return _json(prompt_turns(tokens(request), request.path_params["group"]))
+
         return [
             Route(f"{prefix}/api/{kind}/{{batch:int}}", batch),
+            Route(f"{prefix}/api/{kind}/{PROMPT}/turns", turns),
             Route(f"{prefix}/api/{kind}/{PROMPT}/columns/{{name:path}}", column),
             Route(f"{prefix}/api/{kind}/{PROMPT}/tokens/{{at:int}}", token),
         ]

@@ -8,8 +8,7 @@ Axes: N rollouts, T tokens of the whole batch in order of (group, rollout, posit
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from counterpoise.errors import nearest
-from counterpoise.run.read import RunFolder, is_inside
+from counterpoise.run.read import RunFolder
 from counterpoise.text import spans
 from counterpoise.viewer.replays import read_credit, replay_files
+from counterpoise.viewer.texts import token_texts
 
+TURNS = ("turn_advantage",)  # lists, one entry per turn
 ORDER = ("group", "rollout", "position")
-LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy")
+LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy", "turn")
 
 
 class Column(NamedTuple):
@@ -119,8 +120,26 @@ class BatchTokens:
 
     @property
     def sign_N(self) -> np.ndarray:
-        """Sign of each rollout's advantage; of its reward where there is no advantage."""
+        """Sign of each rollout's advantage; of its reward where there is no advantage; 0 where its
+        turns have both signs.
+        """
+        if {"turn", "sign"} <= set(self.names):
+            return np.sign(sum(self._sign_ends()))
         return np.nan_to_num(np.sign(self.first("sign", "advantage", "reward")))
+
+    @property
+    def is_mixed_N(self) -> np.ndarray:
+        """Rollouts whose turns have both signs."""
+        if not {"turn", "sign"} <= set(self.names):
+            return np.zeros(len(self.group_N), bool)
+        low_N, high_N = self._sign_ends()
+        return (low_N < 0) & (high_N > 0)
+
+    def _sign_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest and the largest sign of each rollout's tokens."""
+        sign_T = np.nan_to_num(np.asarray(self.column("sign").value_T, float))
+        start_N = self.start_N[:-1]
+        return np.minimum.reduceat(sign_T, start_N), np.maximum.reduceat(sign_T, start_N)
 
     def _texts(self) -> Column:
         """The text of every token; where the file has none, from a tokenizer or from other batches
@@ -140,22 +159,26 @@ class BatchTokens:
         )
 
     def _shared(self) -> dict[str, Column]:
-        """How many rollouts of each sign share a token's (prompt, prefix, token), for files that do
-        not say.
-        """
-        code_T, sign_N, length_N = self.column("text").value_T, self.sign_N, np.diff(self.start_N)
-        out = {1: np.zeros(len(code_T), np.int64), -1: np.zeros(len(code_T), np.int64)}
-        node_N = self.group_N.astype(np.int64)
-        for position in range(int(length_N.max(initial=0))):
-            row_R = np.flatnonzero(length_N > position)
-            at_R = self.start_N[row_R] + position
-            _, node_R = np.unique(
-                np.stack([node_N[row_R], code_T[at_R]]), axis=1, return_inverse=True
-            )
-            node_N[row_R] = node_R.reshape(-1)
-            for side, count_T in out.items():
-                count_T[at_R] = np.bincount(node_N[row_R], sign_N[row_R] == side)[node_N[row_R]]
-        return {"node_positive": Column(out[1]), "node_negative": Column(out[-1])}
+        sign_T = np.repeat(self.sign_N, np.diff(self.start_N))
+        return shared_counts(self.column("text").value_T, sign_T, self.group_N, self.start_N)
+
+
+def shared_counts(
+    code_T: np.ndarray, sign_T: np.ndarray, group_N: np.ndarray, start_N: np.ndarray
+) -> dict[str, Column]:
+    """How many rollouts of each sign share a token's (prompt, prefix, token), for files that do not
+    say.
+    """
+    length_N, node_N = np.diff(start_N), group_N.astype(np.int64)
+    out = {1: np.zeros(len(code_T), np.int64), -1: np.zeros(len(code_T), np.int64)}
+    for position in range(int(length_N.max(initial=0))):
+        row_R = np.flatnonzero(length_N > position)
+        at_R = start_N[row_R] + position
+        _, node_R = np.unique(np.stack([node_N[row_R], code_T[at_R]]), axis=1, return_inverse=True)
+        node_N[row_R] = node_R.reshape(-1)
+        for side, count_T in out.items():
+            count_T[at_R] = np.bincount(node_N[row_R], sign_T[at_R] == side)[node_N[row_R]]
+    return {"node_positive": Column(out[1]), "node_negative": Column(out[-1])}
 
 
 def open_batch(run: RunFolder, batch: int, folder: str = "") -> BatchTokens:
@@ -217,7 +240,7 @@ def _from_tokens(run: RunFolder, batch: int, folder: str) -> BatchTokens | None:
 
 def _from_rollouts(run: RunFolder, batch: int, folder: str) -> BatchTokens | None:
     run.columns(folder, batch)
-    table = run.table(folder, batch, ("group", "rollout", "reward", "advantage", *LISTS))
+    table = run.table(folder, batch, ("group", "rollout", "reward", "advantage", *LISTS, *TURNS))
     if (
         table is None
         or not _has_numbers(run, f"{folder} of batch {batch}", table, ("group", "rollout"))
@@ -246,9 +269,38 @@ def _from_rollouts(run: RunFolder, batch: int, folder: str) -> BatchTokens | Non
             columns[name] = Column(np.repeat(as_column(table.column(name)).value_T, length_N))
     columns |= _derive(columns)
     group_N, rollout_N = table.column("group").to_numpy(), table.column("rollout").to_numpy()
+    if "turn" in columns and "token_id" in columns and "reward" in columns:
+        columns, kept_N, start_N = _of_turns(columns, table, group_N, start_N)
+        group_N, rollout_N = group_N[kept_N], rollout_N[kept_N]
     return BatchTokens(
         run, batch, folder, list(columns), group_N, rollout_N, start_N, columns.__getitem__
     )
+
+
+def _of_turns(
+    columns: dict[str, Column], table: pa.Table, group_N: np.ndarray, start_N: np.ndarray
+) -> tuple[dict[str, Column], np.ndarray, np.ndarray]:
+    """The columns without the environment's tokens, which rollouts have others, and where those
+    begin. What is shared was counted with all of them.
+    """
+    turn_T, length_N = columns["turn"].value_T, np.diff(start_N)
+    if "turn_advantage" in table.column_names and _is_list_of_numbers(table, "turn_advantage"):
+        rows = table.column("turn_advantage").to_pylist()
+        value_T = [
+            row[int(turn)] if row and 0 <= turn < len(row) else None
+            for row, part_T in zip(rows, np.split(turn_T, start_N[1:-1]))
+            for turn in part_T
+        ]
+        columns["turn_advantage"] = Column(np.array(value_T, float))
+        columns["sign"] = Column(np.sign(np.nan_to_num(np.array(value_T, float))))
+    sign_T = columns["sign"].value_T if "sign" in columns else np.sign(columns["reward"].value_T)
+    columns |= shared_counts(columns["token_id"].value_T, sign_T, group_N, start_N)
+    keep_T = turn_T >= 0
+    num_N = np.bincount(
+        np.repeat(np.arange(len(length_N)), length_N)[keep_T], minlength=len(group_N)
+    )
+    kept = {name: c._replace(value_T=c.value_T[keep_T]) for name, c in columns.items()}
+    return kept, num_N > 0, np.r_[0, np.cumsum(num_N[num_N > 0])]
 
 
 def as_column(values: pa.ChunkedArray) -> Column:
@@ -306,6 +358,11 @@ def _is_list(table: pa.Table, name: str) -> bool:
     )
 
 
+def _is_list_of_numbers(table: pa.Table, name: str) -> bool:
+    inner = table.schema.field(name).type.value_type if _is_list(table, name) else pa.null()
+    return pa.types.is_floating(inner) or pa.types.is_integer(inner)
+
+
 def _unreadable(run: RunFolder, folder: str, batch: int) -> set[str]:
     """Columns of types that are neither numbers, flags nor words."""
     return {name for name, kind in run.types(folder, batch).items() if not _is_known(kind)}
@@ -323,53 +380,3 @@ def _is_known(kind: pa.DataType) -> bool:
         or pa.types.is_integer(kind)
         or pa.types.is_floating(kind)
     )
-
-
-def token_texts(run: RunFolder, ids: Sequence[int]) -> list[str]:
-    """The text of each id; ``⟨id⟩`` where the run does not tell."""
-    known: dict[int, str] = {}
-    tokenizer = tokenizer_file(run)
-    if tokenizer is not None:
-        known = _decode(run, tokenizer, ids)
-    if not known:
-        for batch in run.batches("tokens")[-1:]:
-            table = run.table("tokens", batch, ("token_id", "text"))
-            if table is not None and {"token_id", "text"} <= set(table.column_names):
-                pairs = table.group_by(["token_id", "text"]).aggregate([]).to_pydict()
-                known = dict(zip(pairs["token_id"], map(str, pairs["text"])))
-    return [known.get(i, f"⟨{i}⟩") for i in ids]
-
-
-def _decode(run: RunFolder, file: Path, ids: Sequence[int]) -> dict[int, str]:
-    try:
-        return decode_ids(file, ids)
-    except Exception as error:  # what tokenizers raises for a broken file has no narrower type
-        run.note(f"{file.name} cannot be read ({error}); token texts come from elsewhere.")
-        return {}
-
-
-def tokenizer_file(run: RunFolder) -> Path | None:
-    """A tokenizer.json of the run: beside its manifest or in its last checkpoint."""
-    files = [
-        run.path / "tokenizer.json",
-        *sorted(run.path.glob("checkpoints/*/tokenizer.json"), reverse=True),
-    ]
-    return next((file for file in files if file.is_file() and is_inside(run.path, file)), None)
-
-
-def decode_ids(file: Path, ids: Sequence[int]) -> dict[int, str]:
-    """Texts of ids under a tokenizer file; empty without the tokenizers package.
-
-    An id alone may be part of a character.
-    """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return {}
-    tokenizer = Tokenizer.from_file(str(file))
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return {
-        i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or ""
-        for i in ids
-        if 0 <= i < size
-    }

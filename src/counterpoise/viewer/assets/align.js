@@ -116,3 +116,21 @@ export async function aligned(rows, anchor, code, width, isStale) {
   });
   return isPlaced ? { columnOf, cellsOf } : null;
 }
+
+// The same turn by turn: turn u of all rollouts in columns of its own, then a column for what the environment said to it.
+export async function alignedByTurns(rows, code, width, isStale) {
+  const columnOf = new Int32Array(code.length);
+  const cellsOf = [];
+  const saidAt = [];
+  const most = Math.max(...rows.map((row) => row.turns.length));
+  for (let u = 0; u < most; u += 1) {
+    const parts = rows.flatMap((row) => row.turns[u] ?? []);
+    const own = await aligned(parts, 0, code, width, isStale);
+    if (!own) return null;
+    for (const part of parts) for (let i = part.start; i < part.end; i += 1) columnOf[i] = own.columnOf[i] + cellsOf.length;
+    cellsOf.push(...own.cellsOf);
+    saidAt.push(cellsOf.length);
+    cellsOf.push(Math.max(1, ...parts.map((part) => Math.min(24, part.said.length))) + 1);
+  }
+  return { columnOf, cellsOf: Int32Array.from(cellsOf), saidAt };
+}

@@ -3,7 +3,7 @@
 import { element, number, visible } from "./text.js";
 
 export const LABELS = {
-  credit: "credit", weight: "weight", advantage: "advantage of the rollout", coef: "coefficient", delta: "change (delta)",
+  credit: "credit", weight: "weight", advantage: "advantage of the rollout", turn_advantage: "advantage of the turn", coef: "coefficient", delta: "change (delta)",
   predicted: "predicted change", own_head: "predicted: own, head alone", own: "predicted: own part", others: "predicted: others", cancellation: "cancellation",
   entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio",
   sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_id: "token id",
@@ -14,7 +14,7 @@ export const LABELS = {
 const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
 // what belongs together in the list of colours, the most asked for first
 const FAMILIES = [
-  ["Credit", ["credit", "weight", "advantage", "coef"]],
+  ["Credit", ["credit", "weight", "turn_advantage", "advantage", "coef"]],
   ["Change", ["delta", "change", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Policy", ["entropy", "confidence", "ratio"]],
   ["Token", ["category"]],

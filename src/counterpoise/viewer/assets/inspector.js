@@ -2,10 +2,11 @@
 
 import { label } from "./colour.js";
 import { compact, element, number, signed, visible } from "./text.js";
+import { signOf, turnAt } from "./turns.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
-  ["Credit", ["reward", "advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
+  ["Credit", ["reward", "advantage", "turn", "turn_advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
   ["Policy", ["confidence", "entropy", "sampler_logp", "trainer_logp", "trainer_logp_after", "ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_id", "position"]],
@@ -79,7 +80,31 @@ function bars(rows) {
   return out;
 }
 
-// twins: {count, bySign: [[name, count, means]], names, rows: [{i, row, position, values}]}
+function meanOf(values) {
+  const known = values.filter((value) => Number.isFinite(value));
+  return known.reduce((sum, value) => sum + value, 0) / known.length;
+}
+
+// tokens of the prompt with the same text as token i
+export function twinsIn(group, i, names, columns, positionOf) {
+  const rank = columns[names.indexOf("delta")] ?? columns[0];
+  const rows = [];
+  for (const row of group.rows) {
+    for (let at = row.start; at < row.end; at += 1) {
+      if (group.code[at] !== group.code[i]) continue;
+      const sign = row.turns ? signOf(turnAt(row, at)) : row.sign;
+      rows.push({ i: at, row, sign, position: positionOf(at, row), values: columns.map((column) => column[at]) });
+    }
+  }
+  rows.sort((a, b) => Math.abs(rank?.[b.i] ?? 0) - Math.abs(rank?.[a.i] ?? 0));
+  const bySign = [[1, "positive"], [-1, "negative"]].flatMap(([sign, name]) => {
+    const of = rows.filter((twin) => twin.sign === sign);
+    return of.length ? [[name, of.length, names.map((_, k) => meanOf(of.map((twin) => twin.values[k])))]] : [];
+  });
+  return { count: number(rows.length), names, rows, bySign };
+}
+
+// twins: {count, bySign: [[name, count, means]], names, rows: [{i, row, sign, position, values}]}
 function twinParts(twins, onGo) {
   const out = [element("h3", "", `Its equals in this prompt: ${twins.count}`)];
   const sums = element("table", "twins");
@@ -89,7 +114,7 @@ function twinParts(twins, onGo) {
   list.append(headRow(["rollout", "at", ...twins.names.map((name) => SHORT[name])]));
   for (const twin of twins.rows.slice(0, MAX_TWINS)) {
     const line = bodyRow([`#${twin.row.rollout}`, number(twin.position), ...twin.values.map(compact)]);
-    line.className = twin.row.sign > 0 ? "positive" : twin.row.sign < 0 ? "negative" : "";
+    line.className = twin.sign > 0 ? "positive" : twin.sign < 0 ? "negative" : "";
     line.tabIndex = 0;
     line.addEventListener("click", () => onGo(twin.i));
     line.addEventListener("keydown", (event) => {
@@ -97,7 +122,7 @@ function twinParts(twins, onGo) {
     });
     list.append(line);
   }
-  out.push(element("p", "hint", "The same token text wherever it stands. Means by the sign of the rollout; below, each of them, the largest change first. A dash: its own part was not computed (ledger.own_tokens)."), sums, list);
+  out.push(element("p", "hint", "The same token text wherever it stands. Means by the sign of the advantage; below, each of them, the largest change first. A dash: its own part was not computed (ledger.own_tokens)."), sums, list);
   if (twins.rows.length > MAX_TWINS) out.push(element("p", "hint", `${twins.rows.length - MAX_TWINS} more are marked in the text.`));
   return out;
 }

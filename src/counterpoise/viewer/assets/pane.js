@@ -1,20 +1,24 @@
 // The rollouts of a prompt, drawn only where they are looked at. Two layouts: text (columns by sign) and aligned (rows, equal tokens in line).
 
-import { aligned } from "./align.js";
-import { HEAD, LINE, MARGIN, NARROW, ROW, TITLE, banded, brokenLines, lastAtMost, stacked } from "./layout.js";
+import { aligned, alignedByTurns } from "./align.js";
+import { LINE, MARGIN, NARROW, ROW, TITLE, banded, lastAtMost, plainBlock, stacked, turnBlock } from "./layout.js";
 import { element, number, signed } from "./text.js";
+import { replyBox, signOf, strip, turnAt, turnHead } from "./turns.js";
 
 const NEAR = 44; // pixels around what is in sight
 const FAR = 240;
 const MAX_LIVE = 600;
 const BLOCK = 8; // columns of the aligned layout that are drawn together
 const TOP = 12; // above the aligned layout
-const SIDES = [[1, "positive advantage"], [-1, "negative advantage"], [0, "no advantage"]];
+const SIDES = [[1, "positive advantage"], [-1, "negative advantage"], ["mixed", "turns of both signs"], [0, "no advantage"]];
+const sideOf = (row) => (row.mixed ? "mixed" : row.sign);
 
 export class Pane {
   // group: rows [{start, end, sign, ...}], code, display, width, isBreak; css(i): classes of a token
-  constructor(place, { onHover, onLeave, onPick, css }) {
+  constructor(place, { onHover, onLeave, onPick, onGo, onState, css }) {
     this.place = place;
+    this.onGo = onGo;
+    this.onState = onState;
     this.css = css;
     this.live = new Map();
     this.canvas = element("div", "canvas");
@@ -73,39 +77,40 @@ export class Pane {
   }
 
   arrangeText() {
-    const { rows, code, width, isBreak } = this.group;
+    const { rows, hasTurns } = this.group;
     const { beside } = this.group; // two colours of the same rollouts, or the two signs
     const sides = beside
       ? beside.map((title) => ({ title, rows }))
-      : SIDES.map(([sign, title]) => ({ title, rows: rows.filter((row) => row.sign === sign) })).filter((side) => side.rows.length);
+      : SIDES.map(([sign, title]) => ({ title, rows: rows.filter((row) => sideOf(row) === sign) })).filter((side) => side.rows.length);
     const isNarrow = this.place.clientWidth < NARROW;
     const space = (this.place.clientWidth - 16) / (isNarrow ? 1 : sides.length);
     const capacity = Math.max(8, Math.floor((space - 36) / this.cell) - 1);
     let below = 0;
     this.sides = sides.map((side, at) => {
-      const lines = side.rows.map((row) => brokenLines(row.start, row.end, code, width, isBreak, capacity));
-      const tops = stacked(lines);
+      const blocks = side.rows.map((row) => (hasTurns ? turnBlock : plainBlock)(row, this.group, capacity));
+      const tops = stacked(blocks);
       const base = TITLE + (isNarrow ? below : 0);
       below += TITLE + tops.at(-1);
-      return { ...side, paint: beside ? at : 0, lines, tops, base, left: 16 + (isNarrow ? 0 : at * space), space: space - 20 };
+      return { ...side, paint: beside ? at : 0, blocks, tops, base, left: 16 + (isNarrow ? 0 : at * space), space: space - 20 };
     });
     this.canvas.style.width = "";
     this.canvas.style.height = `${Math.max(...this.sides.map((side) => side.base + side.tops.at(-1)))}px`;
   }
 
   async arrangeAligned() {
-    const { rows, code, width } = this.group;
+    const { rows, code, width, hasTurns } = this.group;
     const version = this.version;
+    const isStale = () => version !== this.version || this.layout !== "aligned";
     const sorted = [...rows].sort((a, b) => b.sign - a.sign || a.start - b.start);
     this.canvas.replaceChildren(element("p", "busy", `Aligning ${rows.length} rollouts …`));
-    const alignment = await aligned(sorted, 0, code, width, () => version !== this.version || this.layout !== "aligned");
+    const alignment = await (hasTurns ? alignedByTurns(sorted, code, width, isStale) : aligned(sorted, 0, code, width, isStale));
     if (!alignment) return;
     this.clear();
     // few rollouts: as many bands as there are lines of text; many: one band, wider than the page
     const isBanded = sorted.length * ROW < Math.max(480, 0.7 * this.place.clientHeight);
     const widths = Float64Array.from(alignment.cellsOf, (count) => count * this.cell);
     const bands = banded(widths, 3, isBanded ? this.place.clientWidth - MARGIN - 20 : Infinity);
-    this.grid = { ...bands, rows: sorted, columnOf: alignment.columnOf, widths, height: sorted.length * ROW + 18 };
+    this.grid = { ...bands, rows: sorted, columnOf: alignment.columnOf, saidAt: alignment.saidAt ?? [], widths, height: sorted.length * ROW + 18 };
     this.canvas.style.width = isBanded ? "" : `${MARGIN + bands.lefts.at(-1) + 20}px`;
     this.canvas.style.height = `${TOP + (bands.starts.length - 1) * this.grid.height}px`;
   }
@@ -153,18 +158,40 @@ export class Pane {
 
   wantText(side, top, bottom, wanted) {
     const { base, paint } = side;
-    const css = this.group.beside ? "zero" : cssOfSign(side.rows[0].sign);
+    const css = this.group.beside ? "zero" : cssOfRow(side.rows[0]);
     wanted.set(`${paint}${side.title}`, () => this.at(element("h3", `side ${css}`, `${side.title} · ${side.rows.length}`), side.left, base - TITLE + 4, side.space));
     for (let r = lastAtMost(side.tops, top - base); r < side.rows.length && side.tops[r] + base < bottom; r += 1) {
-      const row = side.rows[r];
-      wanted.set(`h${paint}/${row.start}`, () => this.at(head(row), side.left, base + side.tops[r], side.space));
-      const from = Math.max(0, Math.floor((top - base - side.tops[r] - HEAD) / LINE));
-      for (let k = from; k < side.lines[r].length - 1; k += 1) {
-        const y = base + side.tops[r] + HEAD + k * LINE;
-        if (y > bottom) break;
-        wanted.set(`l${paint}/${side.lines[r][k]}`, () => this.at(this.line(side.lines[r][k], side.lines[r][k + 1], paint), side.left, y, side.space));
+      const [row, { lines, offsets, extras, indent }] = [side.rows[r], side.blocks[r]];
+      const above = base + side.tops[r];
+      wanted.set(`h${paint}/${row.start}`, () => this.at(this.head(row), side.left, above, side.space));
+      for (let k = lastAtMost(offsets, top - above - LINE); k < offsets.length && above + offsets[k] <= bottom; k += 1) {
+        wanted.set(`l${paint}/${lines[k]}`, () => this.at(this.line(lines[k], lines[k + 1], paint), side.left + indent, above + offsets[k], side.space - indent));
       }
+      extras.forEach((extra, k) => {
+        const y = above + extra.top;
+        if (y + extra.height >= top && y <= bottom) wanted.set(`x${paint}/${row.start}/${k}`, () => this.extra(extra, side, indent, y));
+      });
     }
+  }
+
+  // the head of a turn, or a reply: on the line of its turn, or in a box below
+  extra({ kind, turn, isInline, isLong, used, height }, side, indent, y) {
+    if (isInline) return this.at(element("span", "said", turn.said), side.left + indent + (used + 1.5) * this.cell, y, 0);
+    const isHead = kind === "turn";
+    const box = isHead ? turnHead(turn, cssOfSign(signOf(turn)), this.onState) : replyBox(turn, isLong, () => this.fold(turn));
+    box.style.height = `${height}px`;
+    return this.at(box, side.left + (isHead ? 0 : indent), y, side.space - (isHead ? 0 : indent));
+  }
+
+  fold(turn) {
+    turn.isOpen = !turn.isOpen;
+    this.arrange();
+  }
+
+  head(row) {
+    const out = head(row);
+    if (row.turns) out.children[0].after(strip(row, this.group.widest, this.onGo));
+    return out;
   }
 
   wantGrid(wanted) {
@@ -211,6 +238,10 @@ export class Pane {
       node.style.width = `${widths[columnOf[i]]}px`;
       out.append(node);
     }
+    for (const [u, turn] of (row.turns ?? []).entries()) {
+      const column = this.grid.saidAt[u];
+      if (turn.said && column >= fromColumn && column < toColumn) out.append(this.at(element("span", "said", turn.said.slice(0, 24).replaceAll("\n", "⏎")), lefts[column] + 4, 0, widths[column]));
+    }
     return out;
   }
 
@@ -232,7 +263,7 @@ export class Pane {
   // new classes for every token in sight
   repaint() {
     for (const made of this.live.values()) {
-      if (made.className === "line" || made.className === "cells") for (const token of made.children) token.className = this.css(Number(token.dataset.i), Number(made.dataset.paint ?? 0));
+      if (made.className === "line" || made.className === "cells") for (const token of made.querySelectorAll(".t")) token.className = this.css(Number(token.dataset.i), Number(made.dataset.paint ?? 0));
     }
   }
 
@@ -243,7 +274,7 @@ export class Pane {
       const box = line.getBoundingClientRect();
       return box.top >= top && box.bottom <= bottom;
     });
-    return lines.flatMap((line) => [...line.children].map((token) => Number(token.dataset.i)));
+    return lines.flatMap((line) => [...line.querySelectorAll(".t")].map((token) => Number(token.dataset.i)));
   }
 
   reveal(i) {
@@ -267,7 +298,7 @@ export class Pane {
     }
     for (const side of this.sides ?? []) {
       const r = side.rows.findIndex((row) => i >= row.start && i < row.end);
-      if (r >= 0) return { top: side.base + side.tops[r] + HEAD + lastAtMost(side.lines[r], i) * LINE, left: null };
+      if (r >= 0) return { top: side.base + side.tops[r] + side.blocks[r].offsets[lastAtMost(side.blocks[r].lines, i)], left: null };
     }
     return null;
   }
@@ -279,6 +310,7 @@ export class Pane {
     const r = rows.findIndex((row) => i >= row.start && i < row.end);
     const next = rows[r + direction];
     if (!next) return i;
+    if (next.turns) return samePlace(rows[r], next, i);
     if (!this.grid) return Math.min(next.end - 1, next.start + (i - rows[r].start));
     const offset = firstAtLeast(this.grid.columnOf, next, this.grid.columnOf[i]);
     return Math.min(next.end - 1, next.start + offset);
@@ -293,15 +325,27 @@ function firstAtLeast(columnOf, row, column) {
   return columns[at] >= column ? at : at + 1;
 }
 
+// the token of another rollout at the same place of the same turn, or of its last one
+function samePlace(row, next, i) {
+  const turn = turnAt(row, i);
+  const other = next.turns[row.turns.indexOf(turn)] ?? next.turns.at(-1);
+  return Math.min(other.end - 1, other.start + (i - turn.start));
+}
+
+function cssOfRow(row) {
+  return row.mixed ? "mixed" : cssOfSign(row.sign);
+}
+
 function cssOfSign(sign) {
   return sign > 0 ? "positive" : sign < 0 ? "negative" : "zero";
 }
 
 function head(row) {
-  const out = element("div", `head ${cssOfSign(row.sign)}`);
+  const out = element("div", `head ${cssOfRow(row)}`);
   const parts = [["", `#${row.rollout}`], ["reward", number(row.reward)], ["advantage", signed(row.advantage)], ["tokens", number(row.end - row.start)]];
   if (row.flips !== null) parts.push(["flips", number(row.flips)]);
-  if (row.stop_reason && row.stop_reason !== "stop") parts.push(["ended by", row.stop]);
+  if (!row.turns && row.stop_reason && row.stop_reason !== "stop") parts.push(["ended by", row.stop]);
+  if (row.turns && row.endReason !== "done") parts.push(["ended by", row.failure ? `${row.endReason}: ${row.failure}` : row.endReason]);
   for (const [name, value] of parts) {
     const part = element("span", name ? "" : "name");
     if (name) part.append(element("i", "", name), " ");
@@ -312,7 +356,7 @@ function head(row) {
 }
 
 function shortHead(row) {
-  const out = element("div", `short ${cssOfSign(row.sign)}`);
+  const out = element("div", `short ${cssOfRow(row)}`);
   out.append(element("b", "", `#${row.rollout}`), element("span", "", `reward ${number(row.reward)}`));
   return out;
 }

@@ -19,7 +19,7 @@ export function chosenPrompts(groups, { filter, search, sort }) {
 }
 
 export function isShown(group, filter) {
-  if (filter === "mixed") return group.rollouts.some((r) => r.sign > 0) && group.rollouts.some((r) => r.sign < 0);
+  if (filter === "mixed") return group.rollouts.some((r) => r.sign > 0 || r.mixed) && group.rollouts.some((r) => r.sign < 0 || r.mixed);
   if (filter === "flips") return group.rollouts.some((r) => r.flips > 0);
   return true;
 }
@@ -37,8 +37,9 @@ function item(group, isChosen, onChoose) {
   const flips = flipsOf(group);
   const up = group.rollouts.filter((r) => r.sign > 0).length;
   const down = group.rollouts.filter((r) => r.sign < 0).length;
+  const mixed = group.rollouts.filter((r) => r.mixed).length;
   const top = element("span", "top");
-  top.append(element("b", "", `${group.group}`), dots(up, down, group.rollouts.length - up - down), element("span", "flips", [`${group.rollouts.filter((r) => r.solved).length}/${group.rollouts.length}`, flips ? `${number(flips)} flips` : ""].filter(Boolean).join(" · ")));
+  top.append(element("b", "", `${group.group}`), dots(up, down, mixed, group.rollouts.length - up - down - mixed), element("span", "flips", [`${group.rollouts.filter((r) => r.solved).length}/${group.rollouts.length}`, flips ? `${number(flips)} flips` : ""].filter(Boolean).join(" · ")));
   button.append(top, element("span", "excerpt", visible((group.prompt ?? group.prompt_id ?? "").slice(0, 160))));
   button.addEventListener("click", () => onChoose(group.group));
   out.append(button);
@@ -46,13 +47,13 @@ function item(group, isChosen, onChoose) {
 }
 
 // one dot a rollout while they can be counted by eye
-function dots(up, down, zero) {
+function dots(up, down, mixed, zero) {
   const out = element("span", "dots");
-  out.title = `${up} with positive, ${down} with negative, ${zero} without advantage`;
-  if (up + down + zero > 16) {
+  out.title = `${up} with positive, ${down} with negative${mixed ? `, ${mixed} with both` : ""}, ${zero} without advantage`;
+  if (up + down + mixed + zero > 16) {
     out.textContent = `${up} / ${down}`;
     return out;
   }
-  for (const [count, css] of [[up, "positive"], [down, "negative"], [zero, "zero"]]) for (let k = 0; k < count; k += 1) out.append(element("i", css));
+  for (const [count, css] of [[up, "positive"], [mixed, "mixed"], [down, "negative"], [zero, "zero"]]) for (let k = 0; k < count; k += 1) out.append(element("i", css));
   return out;
 }

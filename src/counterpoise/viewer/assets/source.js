@@ -18,6 +18,7 @@ function fromServer() {
     run: () => json("api/run"),
     batch: (place) => json(`api/${place}`),
     history: (id) => json(`api/history?prompt_id=${encodeURIComponent(id)}`),
+    turns: (place, group) => json(`api/${place}/prompts/${group}/turns`),
     token: (place, group, at) => json(`api/${place}/prompts/${group}/tokens/${at}`),
     column: async (place, group, name) => {
       const answer = await get(`api/${place}/prompts/${group}/columns/${encodeURIComponent(name)}`);
@@ -49,6 +50,7 @@ function fromPage(data) {
     batch: async (place) => batchOf(place).info,
     history: async () => [],
     column,
+    turns: async (place, group) => batchOf(place).turns[group] ?? [],
     token: async (place, group, at) => {
       const { info, words, flags } = batchOf(place);
       const out = { text: info.texts[(await column(place, group, "text"))[at]] };

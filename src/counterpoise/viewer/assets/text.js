@@ -51,3 +51,16 @@ export function element(tag, css = "", text = "") {
   if (text !== "") out.textContent = text;
   return out;
 }
+
+export function family(name, options) {
+  const out = element("optgroup");
+  out.label = name;
+  out.append(...options);
+  return out;
+}
+
+export function option(value, text) {
+  const out = element("option", "", text);
+  out.value = value;
+  return out;
+}

@@ -3,11 +3,12 @@
 import { addressOf, chosenBy } from "./address.js";
 import { colourable, drawLegend, familyOf, label, painter } from "./colour.js";
 import { drawHistory } from "./history.js";
-import { drawEmpty, drawToken } from "./inspector.js";
+import { drawEmpty, drawToken, twinsIn } from "./inspector.js";
 import { Pane } from "./pane.js";
 import { chosenPrompts, drawPrompts, isShown } from "./prompts.js";
 import { makeSource } from "./source.js";
-import { cells, element, number, visible, visibleLines } from "./text.js";
+import { cells, element, family, number, option, visible, visibleLines } from "./text.js";
+import { drawState, lostIn, withTurns } from "./turns.js";
 
 const byId = (id) => document.getElementById(id);
 const source = makeSource();
@@ -18,11 +19,12 @@ let group = null; // the prompt: rows and columns of tokens
 let paints = [() => ""]; // of the colour, and of the one beside it
 let focus = -1; // token with the keyboard
 let marked = -1; // token whose equals are marked
+let state = null; // turn whose state is shown
 let asked = 0; // counts questions about tokens, so that a late answer is dropped
 let loading = 0; // the same for prompts and batches
 let notice = ""; // said once, with the batch that is shown instead
 
-const pane = new Pane(byId("pane"), { onHover: (i) => guard(inspect(i)), onLeave: () => { if (group && focus >= 0) guard(inspect(marked >= 0 ? marked : focus)); }, onPick: (i) => pick(i), css: cssOf });
+const pane = new Pane(byId("pane"), { onHover: (i) => guard(inspect(i)), onLeave: () => { if (group && (state || focus >= 0)) rest(); }, onPick: (i) => pick(i), onGo: (i) => moveTo(i), onState: showState, css: cssOf });
 
 const placeOf = (kind, batch) => `${kind === "eval" ? "evals" : "batches"}/${batch}`;
 const place = () => placeOf(chosen.kind, chosen.batch);
@@ -115,16 +117,20 @@ async function showPrompt(prompt, token = null) {
   const turn = (loading += 1);
   const about = loaded.groups.find((g) => g.group === prompt);
   const wanted = (name) => (loaded.columns.some((c) => c.name === name) ? source.column(place(), prompt, name) : null);
-  const [code, flip, up, down, values, beside] = await Promise.all([
+  const [code, flip, up, down, turnOf, positions, talks, values, beside] = await Promise.all([
     source.column(place(), prompt, "text"), wanted("is_flip"),
-    source.column(place(), prompt, "node_positive"), source.column(place(), prompt, "node_negative"), wanted(chosen.colour), wanted(chosen.beside),
+    source.column(place(), prompt, "node_positive"), source.column(place(), prompt, "node_negative"),
+    ...(loaded.has_turns ? [wanted("turn"), wanted("position"), source.turns(place(), prompt)] : [null, null, []]), wanted(chosen.colour), wanted(chosen.beside),
   ]);
   if (turn !== loading) return;
   chosen.prompt = prompt;
   let end = 0;
-  const rows = about.rollouts.map((r) => ({ ...r, stop: visible(r.stop_reason), start: end, end: (end += r.length) }));
-  group = { about, rows, code, flip, up, down, display: loaded.display, width: loaded.width, isBreak: loaded.isBreak, columns: new Map([[chosen.beside, beside], [chosen.colour, values]]) };
+  const plain = about.rollouts.map((r) => ({ ...r, stop: visible(r.stop_reason), start: end, end: (end += r.length) }));
+  const rows = turnOf ? withTurns(plain, turnOf, talks) : plain;
+  const widest = Math.max(1e-9, ...rows.flatMap((row) => row.rewards ?? []).map(Math.abs));
+  group = { about, rows, positions, widest, hasTurns: Boolean(turnOf), lost: lostIn(talks, rows), code, flip, up, down, display: loaded.display, width: loaded.width, isBreak: loaded.isBreak, columns: new Map([[chosen.beside, beside], [chosen.colour, values]]) };
   focus = marked = -1;
+  state = null;
   setPaint(values, beside);
   drawQuestion(about);
   drawList();
@@ -194,6 +200,7 @@ function drawQuestion(about) {
   const parts = [`prompt ${about.group}`];
   if (about.prompt_id) parts.push(visible(about.prompt_id));
   if (about.answer) parts.push(`answer ${visible(about.answer)}`);
+  if (group.lost.length) parts.push(`${number(group.lost.length)} rollouts left out, their environment failed: ${visible(group.lost[0].failure)}`);
   byId("prompt-about").textContent = parts.join(" · ");
   guard(showHistory(about));
 }
@@ -230,8 +237,14 @@ function rowOf(i) {
   return group.rows.find((row) => i >= row.start && i < row.end);
 }
 
+// in the response: replies stand between the tokens of turns
+function positionOf(i, row) {
+  return group.positions ? group.positions[i] : i - row.start;
+}
+
 function tokenAt({ rollout, position }) {
   const row = group.rows.find((r) => r.rollout === rollout);
+  if (row && group.positions) return group.positions.subarray(0, row.end).indexOf(position, row.start);
   return row && position >= 0 && position < row.end - row.start ? row.start + position : -1;
 }
 
@@ -248,8 +261,29 @@ function moveTo(i) {
   choose(i);
 }
 
+// what is shown while the pointer is elsewhere
+function rest() {
+  if (state) showState(state);
+  else guard(inspect(marked >= 0 ? marked : focus));
+}
+
+function showState(turn) {
+  state = turn;
+  asked += 1; // a token that was asked for comes too late
+  drawState(byId("inspector"), turn, group.rows, (i) => moveTo(i));
+}
+
+// the turn after or before that of the token, over all rollouts
+function turnBy(direction) {
+  const all = group.rows.flatMap((row) => row.turns ?? []);
+  const at = all.findIndex((turn) => focus >= turn.start && focus < turn.end);
+  const next = all[at < 0 ? 0 : at + direction];
+  if (next) moveTo(next.start);
+}
+
 function choose(i) {
   focus = i;
+  state = null;
   pane.repaint();
   if (i >= 0) guard(inspect(i));
   writeAddress();
@@ -257,33 +291,16 @@ function choose(i) {
 
 function pick(i) {
   marked = marked === i ? -1 : i;
+  state = null;
   focus = i;
   pane.repaint();
   guard(inspect(i));
   writeAddress();
 }
 
-function meanOf(values) {
-  const known = values.filter((value) => Number.isFinite(value));
-  return known.reduce((sum, value) => sum + value, 0) / known.length;
-}
-
 async function twinsOf(i) {
   const names = ["credit", "delta", "own", "others"].filter((name) => loaded.columns.some((c) => c.name === name));
-  const columns = await Promise.all(names.map(columnOf));
-  const rank = columns[names.indexOf("delta")] ?? columns[0];
-  const rows = [];
-  for (const row of group.rows) {
-    for (let at = row.start; at < row.end; at += 1) {
-      if (group.code[at] === group.code[i]) rows.push({ i: at, row, position: at - row.start, values: columns.map((column) => column[at]) });
-    }
-  }
-  rows.sort((a, b) => Math.abs(rank?.[b.i] ?? 0) - Math.abs(rank?.[a.i] ?? 0));
-  const bySign = [[1, "positive"], [-1, "negative"]].flatMap(([sign, name]) => {
-    const of = rows.filter((twin) => twin.row.sign === sign);
-    return of.length ? [[name, of.length, names.map((_, k) => meanOf(of.map((twin) => twin.values[k])))]] : [];
-  });
-  return { count: number(rows.length), names, rows, bySign };
+  return twinsIn(group, i, names, await Promise.all(names.map(columnOf)), positionOf);
 }
 
 function nextFlip(direction) {
@@ -321,8 +338,9 @@ const KEYS = {
   ArrowDown: () => moveTo(focus < 0 ? 0 : pane.neighbour(focus, 1)),
   ArrowUp: () => moveTo(focus < 0 ? 0 : pane.neighbour(focus, -1)),
   Enter: () => focus >= 0 && pick(focus),
-  Escape: () => { marked = focus = -1; pane.repaint(); drawEmpty(byId("inspector")); writeAddress(); },
+  Escape: () => { marked = focus = -1; state = null; pane.repaint(); drawEmpty(byId("inspector")); writeAddress(); },
   f: () => nextFlip(1), F: () => nextFlip(-1),
+  t: () => turnBy(1), T: () => turnBy(-1),
   j: () => promptBy(1), k: () => promptBy(-1),
   "]": () => batchBy(1), "[": () => batchBy(-1),
   c: () => colourBy(1), C: () => colourBy(-1),
@@ -348,7 +366,7 @@ addEventListener("keydown", (event) => {
 function writeAddress() {
   const at = marked >= 0 ? marked : focus;
   const row = at >= 0 ? rowOf(at) : null;
-  history.replaceState(null, "", addressOf(chosen, row && { rollout: row.rollout, position: at - row.start, marked: marked >= 0 }));
+  history.replaceState(null, "", addressOf(chosen, row && { rollout: row.rollout, position: positionOf(at, row), marked: marked >= 0 }));
 }
 
 function readAddress() {
@@ -358,19 +376,6 @@ function readAddress() {
   byId("flips").checked = chosen.flips;
   byId("prompt-filter").value = chosen.filter;
   for (const name of ["text", "aligned"]) byId(`layout-${name}`).setAttribute("aria-pressed", String(name === chosen.layout));
-}
-
-function family(name, options) {
-  const out = element("optgroup");
-  out.label = name;
-  out.append(...options);
-  return out;
-}
-
-function option(value, text) {
-  const out = element("option", "", text);
-  out.value = value;
-  return out;
 }
 
 // what fails is said on the page, not in the console alone
