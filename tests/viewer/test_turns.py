@@ -112,6 +112,7 @@ plain_run = shared.plain_run
 @NEEDS_CHROMIUM[1]
 @pytest.mark.parametrize("batch", [0, 1])
 def test_turns_stand_as_blocks_with_their_numbers(page, address, run_dir, batch):
+    page.set_viewport_size({"width": 1440, "height": 4000})  # only what is in sight is drawn
     opened(page, address, f"#batch={batch}&prompt=0")
     rows = rollouts_of(run_dir, batch)
     turns = [(row, u) for _, row in rows.iterrows() for u in range(len(row["turn_reward"]))]
@@ -138,6 +139,7 @@ def test_turns_stand_as_blocks_with_their_numbers(page, address, run_dir, batch)
 @pytest.mark.browser
 @NEEDS_CHROMIUM[1]
 def test_replies_are_grey_text_that_folds(page, address, run_dir):
+    page.set_viewport_size({"width": 1440, "height": 4000})
     opened(page, address, "#batch=0&prompt=0")
     said = page.locator(".said, .reply pre").all_inner_texts()
     assert EVIL in said
@@ -189,7 +191,12 @@ def test_a_state_shows_the_groups_turns_in_it(page, address, run_dir):
         "lines => lines.map(l => [...l.children].map(c => c.innerText))"
     )
     want = [
-        [f"#{rollout}", str(u), row["turn_action"][u], as_shown(row["turn_reward"][u:].sum())]
+        [
+            f"#{rollout}",
+            str(u),
+            row["turn_action"][u] or "∅",
+            as_shown(row["turn_reward"][u:].sum()),
+        ]
         for rollout, row in rows.iterrows()
         for u, state in enumerate(row["turn_state"])
         if state == "<b>1</b>"
