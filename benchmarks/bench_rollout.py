@@ -3,9 +3,12 @@ and torch.compile, vLLM if installed.
 
     python benchmarks/bench_rollout.py --model bundled --rows 256
     python benchmarks/bench_rollout.py --model smollm2 --rows 512 2048 --dtype bfloat16 --compile
+    python benchmarks/bench_rollout.py --turns --rows 256 --repeats 7
 
 Ratios within one run: medians of several repetitions after a warm-up, everybody samples the same
 number of tokens (stop tokens are off).
+``--turns`` times conversations with the built-in environments instead, against single-turn sampling
+of as many rows of the same mean length (turns and replies), all drawn.
 ``--first-token`` also times a fresh process from its start to its first token (model on disk,
 kernels compiled before or not)."""
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -23,8 +27,13 @@ from collections.abc import Callable
 
 import torch
 
-from counterpoise.policy import load_model
-from counterpoise.sampling import sample
+from counterpoise.policy import Policy, encode_prompts, load_model
+from counterpoise.sampling import Rollouts, sample
+from counterpoise.sampling.conversation import converse
+from counterpoise.sampling.play import Play
+from counterpoise.tasks import task
+from counterpoise.trainer.config import Config, parse_config
+from counterpoise.trainer.conversations import begin
 
 
 def main() -> None:
@@ -47,6 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--first-token", action="store_true", help="also time a fresh process up to its first token"
     )
+    parser.add_argument("--turns", action="store_true", help="conversations, not single turns")
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -54,6 +64,8 @@ def main() -> None:
         return one_token(args)
     first_token_s = since_start() if args.first_token else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.turns:
+        return conversations(args, device)
     model = load_model(args.model, dtype=getattr(torch, args.dtype), device=device).model.eval()
     out = []
     for rows in args.rows:
@@ -98,6 +110,63 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**facts, "first_token_s": first_token_s, "results": out}, file, indent=1)
+
+
+def conversations(args: argparse.Namespace, device: str) -> None:
+    """Tokens per second, turns and replies, with an environment and without one."""
+    policy, results = load_model("bundled_turns", device=device), []
+    settings = {"max_new_tokens": 32, "max_turn_tokens": 8, "max_turns": 8}
+    config = parse_config({"chat": False, "rollouts": settings})
+    for rows, name in itertools.product(args.rows, ("guess", "mastermind", "lookup")):
+        one = conversation_speed(policy, config, name, rows, args)
+        results.append(one)
+        print(
+            "{rows:>5} rows  {environment:<11} {turns:.1f} turns, {tokens} tokens,"
+            " {drawn_frac:.0%} drawn: {tokens_per_s:>7,} tokens/s, single turns"
+            " {single_tokens_per_s:>7,}, ratio {ratio:.2f}".format(**one),
+            flush=True,
+        )
+    if args.json:
+        facts = {"device": device, "torch": torch.__version__, "args": vars(args)}
+        with open(args.json, "w") as file:
+            json.dump({**facts, "results": results}, file, indent=1)
+
+
+def conversation_speed(
+    policy: Policy, config: Config, name: str, rows: int, args: argparse.Namespace
+) -> dict[str, object]:
+    """One environment; both sides in turn, so that they share the neighbours of a busy machine."""
+    room, how = task(name), {"group_size": args.group_size, "seed": 0}
+    prompts = list(itertools.islice(room.prompts("train", 0), rows // args.group_size))
+    ids = encode_prompts(policy, [prompt.text for prompt in prompts], chat=False)
+    group = [p for p in range(len(prompts)) for _ in range(args.group_size)]
+    row_ids = [ids[p] for p in group]
+
+    def play() -> tuple[Play, Rollouts]:
+        talk = begin(policy, room, prompts, row_ids, group, config, 0)
+        limits = {"max_tokens": talk.max_tokens, "stop_ids": policy.stop_ids, "max_rows": rows}
+        return talk, converse(policy.model, row_ids, talk, seed=0, **limits)
+
+    talk, rollouts = play()
+    num_tokens = int(rollouts.mask_NT.sum())
+    length = round(num_tokens / rows)
+
+    def plain() -> None:
+        sample(policy.model, ids, max_new_tokens=length, stop_ids=[-1], max_rows=rows, **how)
+
+    plain()
+    pairs = [(timed(play), timed(plain)) for _ in range(args.repeats)]
+    speeds = [(num_tokens / a, rows * length / b) for a, b in pairs]
+    return {
+        "rows": rows,
+        "environment": name,
+        "turns": round(sum(len(row.spans) for row in talk.rows) / rows, 2),
+        "tokens": length,
+        "drawn_frac": round(sum(row.num_drawn for row in talk.rows) / num_tokens, 3),
+        "tokens_per_s": round(statistics.median(a for a, _ in speeds)),
+        "single_tokens_per_s": round(statistics.median(b for _, b in speeds)),
+        "ratio": round(statistics.median(a / b for a, b in speeds), 3),
+    }
 
 
 def one_token(args: argparse.Namespace) -> None:

@@ -65,7 +65,7 @@ def _step(episode: Episode, action: str) -> Reply:
         raise TypeError(f"step returned {type(reply).__name__}, expected a Reply")
     if not isinstance(reply.text, str) or not isinstance(reply.state, str):
         raise TypeError("the text and the state of a Reply must be str")
-    if not isinstance(reply.metrics, Mapping):
+    if type(reply.metrics) is not dict and not isinstance(reply.metrics, Mapping):
         raise TypeError(f"the metrics of a Reply must be a mapping, got {reply.metrics!r}")
     return Reply(
         text=reply.text,
@@ -73,12 +73,16 @@ def _step(episode: Episode, action: str) -> Reply:
         is_done=bool(reply.is_done),
         state=reply.state,
         score=None if reply.score is None else _number("score", reply.score),
-        metrics={str(key): _number(key, value) for key, value in reply.metrics.items()},
+        metrics=reply.metrics
+        and {str(key): _number(key, value) for key, value in reply.metrics.items()},
     )
 
 
 def _number(name: str, value: Any) -> float:
-    value = value.item() if hasattr(value, "item") else value
+    if type(value) is float and math.isfinite(value):  # nearly always, and the check below is slow
+        return value
+    item = getattr(value, "item", None)
+    value = item() if item else value
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"the {name} of a Reply must be a finite number, got {str(value)[:60]!r}")
     return float(value)

@@ -14,6 +14,7 @@ from counterpoise.errors import ConfigError
 from counterpoise.policy.load import Policy
 
 ASKED, SAID = "A question.", "Some words."
+KNOWN = 10_000  # replies whose tokens are remembered
 PROBES = ("Yes.", "12 7", "Two\nlines", "  room  ", "{'a': [1]}")
 
 
@@ -29,6 +30,7 @@ class Bridge:
         self.policy, self.tokenizer = policy, policy.tokenizer
         self.is_chat = chat is None or chat
         self.stop, self.head, self.tail, self.trims = policy.stop_ids[0], "", "", False
+        self.known: dict[str, list[int]] = {}  # replies come again and again
         self.specials = [token for token in self.tokenizer.all_special_tokens if token]
         if self.is_chat:
             self._read_template()
@@ -40,7 +42,11 @@ class Bridge:
 
         Special tokens that somebody writes into ``said`` stay text.
         """
-        return ([] if is_stopped else [self.stop]) + self._encode(said)
+        if said not in self.known:
+            if len(self.known) >= KNOWN:
+                self.known.clear()
+            self.known[said] = self._encode(said)
+        return ([] if is_stopped else [self.stop]) + self.known[said]
 
     def _encode(self, said: str) -> list[int]:
         said = said.strip() if self.trims else said

@@ -6,10 +6,11 @@ episodes and their replies, as tokens, to the model.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from math import nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,11 +58,8 @@ class Row:
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
-        self.start, self.is_stopped, self.end_reason, self.message = 0, True, "", ""
-
-    @property
-    def num_drawn(self) -> int:
-        return sum(end - start for start, end in self.spans)
+        self.start, self.num_drawn, self.is_stopped = 0, 0, True
+        self.end_reason = self.message = ""
 
 
 class Play:
@@ -103,6 +101,7 @@ class Play:
     def hear(self, row: int, token_ids: list[int]) -> None:
         own = self.rows[row]
         own.spans.append((own.start, len(token_ids)))
+        own.num_drawn += len(token_ids) - own.start
         turn, own.is_stopped = token_ids[own.start :], token_ids[-1] in self.stop_ids
         self.episodes.send(row, self.decode(turn[:-1] if own.is_stopped else turn))
 
@@ -155,32 +154,47 @@ class Play:
             metrics={name: sum(values) / len(values) for name, values in numbers.items()},
         )
 
-    def columns(self, width: int, group: Sequence[int]) -> dict[str, Tensor]:
+    def columns(
+        self, width: int, group: Sequence[int], talks: Sequence[Conversation]
+    ) -> dict[str, Tensor]:
         """The turns of all rows as columns of a ``TokenBatch``: ``mask_NT`` and those of turns."""
-        num, most = len(self.rows), max(len(row.spans) for row in self.rows)
-        turn_NT = torch.full((num, width), -1)
-        mask_NU, state_NU = torch.zeros(num, most, dtype=torch.bool), torch.full((num, most), -1)
-        reward_NU, score_NU = torch.zeros(num, most), torch.full((num, most), math.nan)
-        for k, row in enumerate(self.rows):
-            for turn, (start, end) in enumerate(row.spans):
-                turn_NT[k, start:end] = turn
-            mask_NU[k, : len(row.spans)] = True
-            keys = self._state_keys(k, group[k])
-            state_NU[k, : len(keys)] = torch.tensor(keys)
-            for turn, reply in enumerate(self.episodes.replies[k]):
-                reward_NU[k, turn] = reply.reward
-                score_NU[k, turn] = math.nan if reply.score is None else reply.score
-        columns = {"mask_NT": turn_NT >= 0, "turn_NT": turn_NT, "turn_mask_NU": mask_NU}
-        columns |= {"turn_reward_NU": reward_NU, "state_NU": state_NU}
-        return columns | ({} if score_NU.isnan().all() else {"turn_score_NU": score_NU})
+        most = max(len(row.spans) for row in self.rows)
+        turn_NT = torch.tensor([self._turns(row, width) for row in range(len(self.rows))])
+        keys = [state_keys(talk, own) for talk, own in zip(talks, group)]
+        replies = self.episodes.replies
+        scores = [[nan if r.score is None else r.score for r in row] for row in replies]
+        columns = {
+            "mask_NT": turn_NT >= 0,
+            "turn_NT": turn_NT,
+            "turn_mask_NU": _padded([[True] * len(row.spans) for row in self.rows], most, False),
+            "turn_reward_NU": _padded([[r.reward for r in row] for row in replies], most, 0.0),
+            "state_NU": _padded(keys, most, -1),
+            "turn_score_NU": _padded(scores, most, nan),
+        }
+        if columns["turn_score_NU"].isnan().all():
+            del columns["turn_score_NU"]
+        return columns
 
-    def _state_keys(self, row: int, group: int) -> list[int]:
-        """A key per turn: the environment's, or the actions so far where it gives none."""
-        talk = self.conversation(row)
-        named = [state or repr(talk.actions[:turn]) for turn, state in enumerate(talk.states)]
-        return [state_key(group, name, bool(s)) for name, s in zip(named, talk.states)]
+    def _turns(self, row: int, width: int) -> list[int]:
+        """The turn of every token of a row, -1 on what the model did not write."""
+        out: list[int] = []
+        for turn, (start, end) in enumerate(self.rows[row].spans):
+            out += [-1] * (start - len(out)) + [turn] * (end - start)
+        return out + [-1] * (width - len(out))
 
 
+def _padded(rows: Sequence[list[Any]], width: int, fill: float) -> Tensor:
+    """Ragged rows as one tensor."""
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+
+
+def state_keys(talk: Conversation, group: int) -> list[int]:
+    """A key per turn: the environment's, or the actions so far where it gives none."""
+    named = [state or repr(talk.actions[:turn]) for turn, state in enumerate(talk.states)]
+    return [state_key(group, name, bool(given)) for name, given in zip(named, talk.states)]
+
+
+@functools.lru_cache(maxsize=100_000)
 def state_key(group: int, name: str, is_named: bool) -> int:
     """63 bits of (group, name); names and histories never meet."""
     text = f"{group}\0{int(is_named)}\0{name}".encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import gc
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +12,7 @@ from counterpoise.environments import Environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy
 from counterpoise.policy.bridge import Bridge
-from counterpoise.sampling import SAMPLED, sample_from
+from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.sampling.conversation import converse
 from counterpoise.sampling.play import FAILED, Limits, Play
 from counterpoise.trainer.config import Config
@@ -29,6 +31,53 @@ def limits(policy: Policy, config: Config) -> Limits:
         max_row_tokens=rollouts.max_row_tokens,
         max_positions=getattr(model, "max_position_embeddings", None),
         step_time_limit_s=config.step_time_limit_s,
+    )
+
+
+def decoder(policy: Policy) -> Callable[[list[int]], str]:
+    """What the model wrote in a turn, as text; short turns come again and again."""
+
+    @functools.lru_cache(maxsize=10_000)
+    def decode(ids: tuple[int, ...]) -> str:
+        return policy.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    return lambda ids: decode(tuple(ids))
+
+
+def _uncollected(fn: Callable[..., Rollouts], *args: object, **settings: object) -> Rollouts:
+    """A call during which Python does not look for garbage: many small objects live until its end,
+    and looking through all of torch for them takes longer than a batch of short conversations.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return fn(*args, **settings)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def begin(
+    policy: Policy,
+    environment: Environment,
+    prompts: Sequence[Prompt],
+    row_ids: Sequence[Sequence[int]],
+    group: Sequence[int],
+    config: Config,
+    seed: int,
+) -> Play:
+    """Conversations of rows that have not said anything yet; row i is about ``prompts[group[i]]``,
+    and all rows of a group play one episode.
+    """
+    return Play(
+        environment,
+        [prompts[p] for p in group],
+        [derived_seed(seed, p, "episode") for p in group],
+        [len(ids) for ids in row_ids],
+        limits=limits(policy, config),
+        bridge=Bridge(policy, config.chat),
+        decode=decoder(policy),
+        stop_ids=policy.stop_ids,
     )
 
 
@@ -53,19 +102,10 @@ def hold(
     settings = config.rollouts
     group = [p for p in range(len(prompts)) for _ in range(group_size)]
     row_ids = [list(prompt_ids[p]) for p in group]
-    episode_seeds = [derived_seed(seed, p, "episode") for p in group]
-    play = Play(
-        environment,
-        [prompts[p] for p in group],
-        episode_seeds,
-        [len(ids) for ids in row_ids],
-        limits=limits(policy, config),
-        bridge=Bridge(policy, config.chat),
-        decode=lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=True),
-        stop_ids=policy.stop_ids,
-    )
+    play = begin(policy, environment, prompts, row_ids, group, config, seed)
     try:
-        rollouts = sample_from(
+        rollouts = _uncollected(
+            sample_from,
             policy,
             row_ids,
             play,
@@ -82,7 +122,8 @@ def hold(
     finally:
         play.episodes.close()
     device = rollouts.token_ids_NT.device
-    columns = play.columns(rollouts.token_ids_NT.shape[1], group)
+    talks = [play.conversation(row) for row in range(len(group))]
+    columns = play.columns(rollouts.token_ids_NT.shape[1], group, talks)
     columns = {name: column.to(device) for name, column in columns.items()}
     mask_NT = columns["mask_NT"]
     sampled = {name: c for name in SAMPLED if (c := getattr(rollouts, name)) is not None}
@@ -108,7 +149,7 @@ def hold(
         batch=batch,
         num_grader_failures=0,
         grader_messages=[],
-        conversations=[play.conversation(row) for row in range(len(group))],
+        conversations=talks,
     )
 
 
