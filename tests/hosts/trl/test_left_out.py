@@ -11,7 +11,8 @@ import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
-from counterpoise.run.read import open_run, read_rollouts
+from counterpoise.run.read import open_run
+from counterpoise.run.rollouts import read_rollouts
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-from counterpoise.run.read import open_run, read_rollouts
+from counterpoise.run.read import open_run
+from counterpoise.run.rollouts import read_rollouts
 from helpers import trl_tiny, trl_tools
 
 pytestmark = [
