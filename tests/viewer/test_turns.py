@@ -174,6 +174,9 @@ def test_keys_go_from_turn_to_turn_and_skip_replies(page, address, run_dir):
     for position in np.flatnonzero(row["turn"] >= 0)[1:5]:
         page.keyboard.press("ArrowRight")
         settled(page, f"location.hash.endsWith('rollout=0&position={position}')")
+    settled(
+        page, f"document.querySelector('#inspector').innerText.includes(', position {position}')"
+    )
     assert inspected(page)["turn"] == str(row["turn"][position])
     opened(page, address, f"#batch=0&prompt=0&rollout=0&position={first[1]}&x=1")
     settled(page, f"document.querySelector('.t.focus')?.dataset.i === '{(row['turn'] == 0).sum()}'")
