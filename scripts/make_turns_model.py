@@ -145,7 +145,8 @@ def train(
     )
     for step in range(1, steps + 1):
         rows = list(itertools.islice(stream, args.batch_size))
-        loss = model(**supervised_batch(tokenizer, rows)).loss
+        batch = supervised_batch(tokenizer, rows)
+        loss = model(**{name: value.to(args.device) for name, value in batch.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -181,6 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
@@ -191,11 +193,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.hidden, args.layers, args.heads)
+    model = make_model(tokenizer, args.hidden, args.layers, args.heads).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     train(model, tokenizer, lessons(args.seed), args, steps=args.sum_steps, until=0.02)
     train(model, tokenizer, episodes(args.seed), args, steps=args.steps)
-    model.half().save_pretrained(args.out)
+    model.cpu().half().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     report(args.out)
 

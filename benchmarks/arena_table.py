@@ -1,0 +1,73 @@
+"""The tables of docs/results/arena.md, from the summary of an arena.
+
+python benchmarks/arena_table.py benchmarks/results/arena_long/summary.json
+python benchmarks/arena_table.py benchmarks/results/arena_long/summary.json --table equal
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+HEAD = (
+    "arm",
+    "control",
+    "rate",
+    "sampled",
+    "against its control",
+    "greedy, against it",
+    "greedy",
+    "pass@8",
+    "entropy",
+    "length",
+    "verdict",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("summary", type=Path)
+    parser.add_argument("--table", default="final", choices=("final", "equal"))
+    args = parser.parse_args()
+    rows = json.loads(args.summary.read_text())[args.table]["rows"]
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    for row in rows:
+        print(f"| {' | '.join(cells(row))} |")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    means = {name: value[0] for name, value in row["metrics"].items()}
+    return [
+        f"`{row['arm']}`",
+        row["control"] or "",
+        f"{row['lr']:g}",
+        f"{means['sampled']:.1%}",
+        points(row["differences"].get("sampled")),
+        points(row["differences"].get("greedy")),
+        f"{means['greedy']:.1%}",
+        f"{means['pass@8']:.1%}",
+        f"{means['entropy']:.2f}",
+        f"{means['length']:.0f}",
+        row["verdict"]["words"],
+    ]
+
+
+def points(interval: list[float] | None) -> str:
+    """A difference in points with its interval.
+
+    >>> points([0.0123, -0.004, 0.028])
+    '+1.2 [-0.4, +2.8]'
+    """
+    if not interval:
+        return ""
+    value, low, high = (100 * number for number in interval)
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+if __name__ == "__main__":
+    main()
