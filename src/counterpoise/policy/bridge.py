@@ -24,10 +24,11 @@ class Bridge:
     Args:
         policy: its tokenizer, template and stop tokens.
         chat: as in ``encode_prompts``: False is plain text.
+        settings: what else the template is given (``enable_thinking``).
     """
 
-    def __init__(self, policy: Policy, chat: bool | None) -> None:
-        self.policy, self.tokenizer = policy, policy.tokenizer
+    def __init__(self, policy: Policy, chat: bool | None, **settings: object) -> None:
+        self.policy, self.tokenizer, self.settings = policy, policy.tokenizer, settings
         self.is_chat = chat is None or chat
         self.stop, self.head, self.tail, self.trims = policy.stop_ids[0], "", "", False
         self.known: dict[str, list[int]] = {}  # replies come again and again
@@ -76,7 +77,7 @@ class Bridge:
         roles = ("user", "assistant")
         messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(turns)]
         text: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=is_asked
+            messages, tokenize=False, add_generation_prompt=is_asked, **self.settings
         )
         return text
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -141,7 +142,7 @@ def load_model(
             model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **NO_CODE)
         except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise ValueError(f"model {spec!r} could not be loaded: {_reason(error)}") from error
-    stop_ids = _stop_ids(model, tokenizer, spec)
+    stop_ids = stop_tokens(getattr(model, "generation_config", None), tokenizer, spec)
     _set_pad(model, tokenizer)
     return Policy(model.to(device), tokenizer, stop_ids, spec)
 
@@ -187,10 +188,10 @@ def plain(model: PreTrainedModel) -> Any:
     return rebuilt.eval()
 
 
-def _stop_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: str
+def stop_tokens(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, spec: str
 ) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
+    """The tokens that end a turn of a model; ``spec`` names it in the error."""
     tokens = [
         tokenizer.eos_token_id,
         tokenizer.get_vocab().get(TURN_END),

@@ -70,6 +70,7 @@ class Play:
         bridge: a reply as tokens.
         decode: what the model wrote in a turn, as text.
         stop_ids: tokens that end a turn.
+        episodes: of a host that plays them in its own way.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Play:
         bridge: Bridge,
         decode: Callable[[list[int]], str],
         stop_ids: Sequence[int],
+        episodes: Episodes | None = None,
     ) -> None:
         self.limits, self.bridge, self.decode, self.stop_ids = limits, bridge, decode, stop_ids
         self.prompts, self.prompt_lengths = prompts, prompt_lengths
         self.environment = environment
-        self.episodes = Episodes(environment, prompts, seeds, limits.step_time_limit_s)
+        self.episodes = episodes or Episodes(environment, prompts, seeds, limits.step_time_limit_s)
         self.rows = [Row() for _ in prompts]
 
     @property
@@ -188,14 +190,14 @@ def _padded(rows: Sequence[list[Any]], width: int, fill: float) -> Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
-def state_keys(talk: Conversation, group: int) -> list[int]:
+def state_keys(talk: Conversation, group: int | str) -> list[int]:
     """A key per turn: the environment's, or the actions so far where it gives none."""
     named = [state or repr(talk.actions[:turn]) for turn, state in enumerate(talk.states)]
     return [state_key(group, name, bool(given)) for name, given in zip(named, talk.states)]
 
 
 @functools.lru_cache(maxsize=100_000)
-def state_key(group: int, name: str, is_named: bool) -> int:
+def state_key(group: int | str, name: str, is_named: bool) -> int:
     """63 bits of (group, name); names and histories never meet."""
     text = f"{group}\0{int(is_named)}\0{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -39,7 +39,7 @@ def test_the_tested_version_is_as_tested():
 
 def test_another_version_with_the_same_functions_registers_and_says_what_was_looked_at(other):
     line = (
-        r"verl 0.10.0 \(0.9.1 is tested\): 18 functions that counterpoise calls or overrides take"
+        r"verl 0.10.0 \(0.9.1 is tested\): 23 functions that counterpoise calls or overrides take"
         " the arguments it expects, with the tested code. `counterpoise doctor verl` tries it."
     )
     with pytest.warns(UserWarning, match=line):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from counterpoise.errors import nearest
 from counterpoise.hosts.verl.plan import Rollouts, rollouts
+from counterpoise.hosts.verl.turns import Fields, turn_columns
 
 # column of a TokenBatch -> verl's field; the sampler's log-probs are the inference engine's where
 # verl keeps them
@@ -28,19 +30,32 @@ FIELDS = {
 }
 
 
-def token_columns(batch: KVBatchMeta) -> dict[str, Tensor]:
+def turn_fields(batch: KVBatchMeta) -> list[Fields]:
+    """What agent loops said about each rollout beside its tokens; nothing of verl's fillers."""
+    data = tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
+    )
+    extra = _values(data.get("extra_fields", None)) or [None for _ in batch.keys]
+    return [{} if is_filler(tag) else (own or {}) for own, tag in zip(extra, batch.tags)]
+
+
+def token_columns(batch: KVBatchMeta, fields: Sequence[Fields]) -> dict[str, Tensor]:
     """The batch's columns on the driver, padded; to be read before verl's rollout correction, which
-    may empty masks.
+    may empty masks. ``score_NT`` is verl's reward of each token, before a KL term.
     """
     check_keys(batch.keys)
     data = tq.kv_batch_get(
-        keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS.values())
+        keys=batch.keys,
+        partition_id=batch.partition_id,
+        select_fields=[*FIELDS.values(), "rm_scores"],
     ).to_padded_tensor()
     columns = {name: data.get(field, None) for name, field in FIELDS.items()}
     columns = {name: value for name, value in columns.items() if value is not None}
     columns.setdefault("sampler_logp_NT", columns["trainer_logp_NT"])
     columns["mask_NT"] = columns["mask_NT"].bool()
-    return columns
+    score_NT = data["rm_scores"]
+    turns = turn_columns(batch.keys, fields, columns["mask_NT"], score_NT.sum(-1))
+    return columns | turns | {"score_NT": score_NT}
 
 
 def named_successes(batch: KVBatchMeta, keys: list[str], name: str | None) -> Tensor | None:

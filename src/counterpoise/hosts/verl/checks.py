@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
+import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from counterpoise.errors import nearest
+from counterpoise.hosts.verl.conversations import check_conversations
 from counterpoise.hosts.verl.hooks import TESTED
 from counterpoise.hosts.verl.method import (
     MODES,
@@ -61,7 +65,7 @@ def check_config(config: DictConfig, mode: str) -> tuple[Setup | None, Setup | N
     """
     name, settings = str(config.algorithm.adv_estimator), settings_of(config.algorithm)
     is_ours = name.startswith(PREFIX)
-    extra = sorted(set(settings) - {"plan", "seed", "success"})
+    extra = sorted(set(settings) - {"plan", "seed", "success", "turns"})
     if not is_ours and extra:
         raise ValueError(
             f"algorithm.counterpoise.{extra[0]} needs an estimator of counterpoise, got"
@@ -75,6 +79,9 @@ def check_config(config: DictConfig, mode: str) -> tuple[Setup | None, Setup | N
     refuse(sequence_trouble(config.actor_rollout_ref.actor))
     if ours.has_own_plan:
         _check_plan(config, ours, mode)
+    if ours.has_own_plan or (is_ours and not ours.method.reads_rewards_only):
+        refuse(several_outputs_trouble(config))
+    check_conversations(config)
     return ours if is_ours else None, ours if ours.has_own_plan else None
 
 
@@ -83,13 +90,14 @@ def check_own_trainer(config: DictConfig) -> None:
     said.
     """
     name, settings = str(config.algorithm.adv_estimator), settings_of(config.algorithm)
-    unread = sorted(settings)
+    unread = sorted(set(settings) - {"turns"})
     if name.startswith(PREFIX):
         ours = setup(name.removeprefix(PREFIX), settings)
         _check_credit(config, ours)
         refuse(estimator_trouble(ours))
         unread = ["plan"] if ours.has_own_plan else []
     _check_loss(config)
+    check_conversations(config)
     if unread:
         mode = config.trainer.v1.trainer_mode
         warnings.warn(
@@ -122,6 +130,35 @@ def sequence_trouble(actor: DictConfig | ActorConfig) -> str | None:
         f"actor.{strategy}.{where}: each rank sees a part of every sequence, which counterpoise"
         f" does not support. Set it to {fix}."
     )
+
+
+def several_outputs_trouble(config: DictConfig) -> str | None:
+    """Why credit that reads tokens cannot work: the agent loop says that it returns a list."""
+    agent = config.actor_rollout_ref.rollout.get("agent", None) or {}
+    name = agent.get("default_agent_loop", None) or "single_turn_agent"
+    run = getattr(_agent_loop(name, agent.get("agent_loop_config_path", None)), "run", None)
+    returned = str(inspect.signature(run).return_annotation) if run else ""
+    if not re.match(r"(typing\.)?(list|List|Sequence)\[", returned):
+        return None
+    return (
+        f"agent loop {name!r} returns several outputs per session ({returned}), and plans and"
+        " credit that reads tokens need one per rollout. Let it return one AgentLoopOutput, or use"
+        " a method that reads rewards alone (counterpoise/dapo)."
+    )
+
+
+def _agent_loop(name: str, config_path: str | None) -> object:
+    """The class of an agent loop; None if it is not known here."""
+    from omegaconf import OmegaConf
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.utils.import_utils import resolve_config_path
+
+    known = dict(_agent_loop_registry)
+    if config_path:
+        own: Any = OmegaConf.load(resolve_config_path(config_path))
+        known |= {one.name: one for one in own}
+    module, _, kind = str(known.get(name, {}).get("_target_", "")).rpartition(".")
+    return getattr(importlib.import_module(module), kind, None) if module else None
 
 
 def _check_credit(config: DictConfig, setup: Setup) -> None:

@@ -33,6 +33,7 @@ from counterpoise.hosts.verl.method import (
     setup,
     trainer_trouble,
 )
+from counterpoise.hosts.verl.turns import with_token_rewards
 from counterpoise.types import Credit, TokenBatch
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ class Loan:
 
     Attributes:
         columns: columns of a TokenBatch, [N, T] each; ``mask_NT`` is the mask before any rollout
-            was rejected. Empty for methods that read rewards alone.
+            was rejected, ``score_NT`` the reward before a KL term. Empty for methods that read
+            rewards alone.
         last_N: for each row, the row of its session's last output, which stands for the session.
         success_N: which rows the reward function called right; None leaves it to the threshold.
+        lost_N: rows whose environment failed; None if there are none.
         state: the method's state after the last batch.
         batch_number: verl's global step, from which random draws are derived.
         credit: filled by the estimator.
@@ -59,6 +62,7 @@ class Loan:
     columns: dict[str, Tensor]
     last_N: Tensor
     success_N: Tensor | None = None
+    lost_N: Tensor | None = None
     state: dict[str, Any] | None = None
     batch_number: int = 0
     credit: Credit | None = None
@@ -105,7 +109,8 @@ def credit(
 ) -> Tensor:
     """Credit of every token of a verl batch, [N, T]; 0 where ``response_mask`` is 0.
 
-    The rows that verl appends to fill up a batch are left out of every statistic. Of a session with
+    The rows that verl appends to fill up a batch, and those whose environment failed, are left out
+    of every statistic. Of a session with
     several outputs the last one counts, and all get its credit, as in verl's own grpo.
     """
     loan = _loan.get()
@@ -117,9 +122,14 @@ def credit(
     last_N = loan.last_N if loan else torch.arange(len(uid_N))
     columns = loan.columns if loan and not setup.method.reads_rewards_only else _one_token(reward_N)
     is_rollout_N = ~_is_filler(uid_N, response_mask) & (last_N == torch.arange(len(uid_N)))
-    row_R = _live_rows(setup, is_rollout_N, columns["mask_NT"].any(1).cpu(), group_N.cpu())
+    has_tokens_N = columns["mask_NT"].any(1).cpu()
+    if loan is not None and loan.lost_N is not None:
+        has_tokens_N &= ~loan.lost_N
+    row_R = _live_rows(setup, is_rollout_N, has_tokens_N, group_N.cpu())
     if not len(row_R):
         return torch.zeros_like(token_level_rewards)
+    if "score_NT" in columns:
+        columns = with_token_rewards(columns, token_level_rewards)
     out = _assign(setup, loan, columns, reward_N, group_N, row_R)
     if loan is not None:
         loan.credit = out

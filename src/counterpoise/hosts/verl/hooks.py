@@ -29,6 +29,7 @@ class Hook(NamedTuple):
 
 
 BASE, CORE = "verl.trainer.ppo.v1.trainer_base:PPOTrainer.", "verl.trainer.ppo.core_algos:"
+LOOP = "verl.experimental.agent_loop.agent_loop:"
 LOSSES = {  # what estimators and losses stand on
     f"{CORE}register_adv_est": Hook("name_or_enum", "3778b1a5"),
     f"{CORE}register_policy_loss": Hook("name", "ca4a2190"),
@@ -40,7 +41,7 @@ LOSSES = {  # what estimators and losses stand on
         is_overridden=True,
     ),
 }
-TRAINERS = {  # what the trainers stand on
+TRAINERS = {  # what the trainers and the agent loop stand on
     f"{BASE}__init__": Hook("self config", "4e4c19f9", is_overridden=True),
     f"{BASE}_compute_advantage": Hook("self batch metrics", "96bd7600", is_overridden=True),
     f"{BASE}_balance_batch": Hook(
@@ -61,6 +62,13 @@ TRAINERS = {  # what the trainers stand on
     ),
     "verl.utils.seqlen_balancing:log_seqlen_unbalance": Hook(
         "seqlen_list partitions prefix", "c2d94e4c"
+    ),
+    f"{LOOP}AgentLoopBase.run": Hook("self sampling_params kwargs", "9363aabc", is_overridden=True),
+    f"{LOOP}AgentLoopBase.ct_build_initial_tokens": Hook("self messages", "94d58bce"),
+    f"{LOOP}AgentLoopBase._cap_text_prompt_length": Hook("self prompt_ids", "8d832ee7"),
+    f"{LOOP}register": Hook("agent_name", "61cbed16"),
+    "verl.workers.rollout.llm_server:LLMServerClient.generate": Hook(
+        "self request_id prompt_ids sampling_params", "77d32d13"
     ),
     "transfer_queue:kv_batch_get": Hook("keys partition_id select_fields", "4c295a31"),
     "transfer_queue:kv_clear": Hook("keys partition_id", "6e83b2fc"),

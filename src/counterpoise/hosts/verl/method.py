@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 PREFIX = "counterpoise/"
 MODES = ("sync", "colocate_async", "separate_async")
-SETTINGS = ("advantage", "credit", "plan", "controller", "seed", "success")
+SETTINGS = ("advantage", "credit", "plan", "controller", "seed", "success", "turns")
 ELSEWHERE = "Use counterpoise.hosts.trl or counterpoise train."
 # columns that verl's queue holds after it has scored the rollouts
 COLUMNS = frozenset({"entropy_NT", "trainer_logp_NT", "ref_logp_NT"})
+# columns that an agent loop may give
+TURNS = frozenset({"turn_score_NU"})
 # reduction -> verl's loss_agg_mode; others are refused
 AGG_MODES = {
     "per_token": "token-mean",
@@ -49,12 +51,14 @@ class Setup(NamedTuple):
         seed: of plans and of rules that draw at random.
         success_key: the value of the reward function that decides success; None leaves it to the
             threshold.
+        has_turns: agent loops say what each turn earned (``algorithm.counterpoise.turns``).
     """
 
     method: Method
     has_own_plan: bool
     seed: int
     success_key: str | None = None
+    has_turns: bool = False
 
 
 def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
@@ -78,6 +82,7 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     seed = settings.pop("seed", 0)
     if not isinstance(seed, int):
         raise ValueError(f"algorithm.counterpoise.seed must be an integer, got {seed!r}.")
+    has_turns = settings.pop("turns", None) is not None
     success = settings.pop("success", None)
     key = success if isinstance(success, str) else None
     threshold = None if isinstance(success, str) else success
@@ -85,7 +90,7 @@ def setup(name: str, settings: dict[str, Any] | None = None) -> Setup:
     method.check_sampling("verl")
     refuse(_update_trouble(method))
     method = dataclasses.replace(method, terms=(reinforce,), reduction=per_token)
-    return Setup(method, not method.planner.has("shuffles_rows"), seed, key)
+    return Setup(method, not method.planner.has("shuffles_rows"), seed, key, has_turns)
 
 
 def settings_of(config: DictConfig | AlgoConfig | dict[str, Any] | None) -> dict[str, Any]:
@@ -149,9 +154,16 @@ def estimator_trouble(setup: Setup) -> str | None:
 
 def trainer_trouble(setup: Setup) -> str | None:
     """Why the trainer cannot give this credit either: a column that never leaves verl's workers."""
-    missing = sorted(setup.method.needs - COLUMNS)
+    missing = sorted(setup.method.needs - COLUMNS - (TURNS if setup.has_turns else set()))
     if not missing:
         return None
+    if set(missing) <= TURNS:
+        return (
+            f"{PREFIX}{setup.method.name}: its credit reads {', '.join(missing)}, which an agent"
+            " loop must give. Set +algorithm.counterpoise.turns.environment.name to an environment"
+            " with scores, or +algorithm.counterpoise.turns={} where your own agent loop puts"
+            " turn_rewards and turn_scores into extra_fields."
+        )
     methods = [cp.method(name) for name in cp.methods()]
     others = [method.name for method in methods if method.rules and method.needs <= COLUMNS]
     return (

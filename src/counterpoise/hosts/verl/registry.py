@@ -32,6 +32,7 @@ from counterpoise.hosts.verl.method import MODES, PREFIX
 ENTRY_POINTS = "verl.plugins"
 PLUGIN = "counterpoise.hosts.verl.plugin"
 TRAINER = "counterpoise.hosts.verl.trainer"
+AGENT_LOOP = "counterpoise.hosts.verl.agent_loop"
 ALL_HOOKS = hooks.LOSSES | hooks.TRAINERS
 
 
@@ -69,6 +70,7 @@ def register() -> None:
     try:
         line = "" if is_tested else hooks.line_on(version, ALL_HOOKS)
         importlib.import_module(TRAINER)
+        importlib.import_module(AGENT_LOOP)
     except (ImportError, ValueError) as error:
         warnings.warn(_no_trainer(error), stacklevel=2)
     if line:

@@ -38,7 +38,7 @@ from verl.utils.seqlen_balancing import (
     log_seqlen_unbalance,
 )
 
-from counterpoise.hosts.verl import plan
+from counterpoise.hosts.verl import plan, turns
 from counterpoise.hosts.verl.batch import (
     graded_rollouts,
     is_filler,
@@ -46,6 +46,7 @@ from counterpoise.hosts.verl.batch import (
     leave_out,
     named_successes,
     token_columns,
+    turn_fields,
 )
 from counterpoise.hosts.verl.estimators import Loan, lending
 from counterpoise.hosts.verl.method import PREFIX
@@ -74,10 +75,14 @@ class CreditMixin(Host):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self.credit_setup is None:
             return super()._compute_advantage(batch, metrics)
+        fields = turn_fields(batch)
+        turns.check_fields(self.credit_setup, batch.keys, fields)
+        reads_rewards_only = self.credit_setup.method.reads_rewards_only
         loan = Loan(
-            {} if self.credit_setup.method.reads_rewards_only else token_columns(batch),
+            {} if reads_rewards_only else token_columns(batch, fields),
             last_outputs(batch.keys),
             named_successes(batch, batch.keys, self.credit_setup.success_key),
+            torch.tensor([turns.is_lost(own) for own in fields]),
             self.credit_state,
             self.global_steps,
         )
@@ -85,7 +90,8 @@ class CreditMixin(Host):
             batch = super()._compute_advantage(batch, metrics)
         if loan.credit is not None:
             self.credit_state = loan.credit.state
-            metrics.update({f"{PREFIX}{key}": v for key, v in loan.credit.metrics.items()})
+            numbers = loan.credit.metrics | turns.metrics(fields)
+            metrics.update({f"{PREFIX}{key}": value for key, value in numbers.items()})
         return batch
 
     def _balance_batch(
