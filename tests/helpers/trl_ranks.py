@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from counterpoise.hosts.trl.batch import gather_columns
 from counterpoise.hosts.trl.live import live_columns
 from counterpoise.hosts.trl.state import credit_state
-from helpers import trl_tiny
+from counterpoise.hosts.trl.turns import turn_reward
+from helpers import trl_tiny, trl_turns
 
 WORLD = 2
 # sgd without clipping: a difference in the gradient stays the size it has
@@ -41,6 +42,7 @@ SCENARIOS = {
     # rollouts without a reward: here and there, and all of the second process
     "ungraded": {"method": "ktae", "plan": "round_robin", "reward_funcs": "ungraded"},
     "half_ungraded": {"method": "reinforce_pp", "plan": "round_robin", "reward_funcs": "half"},
+    "turns": {"method": "gigpo", "plan": "query_preserved", "ledger_every": 2, "has_turns": True},
 }
 
 
@@ -85,7 +87,10 @@ def run(name, world, *, sharded=False):
     folder = Path(tempfile.mkdtemp())
     args = ARGS | sizes | SCENARIOS[name]
     reward = REWARDS.get(args.pop("reward_funcs", ""), trl_tiny.graded)
-    trainer = trl_tiny.ours(folder, args=args, reward_funcs=reward, rollout_func=trl_tiny.told)
+    told = trl_tiny.told
+    if args.pop("has_turns", False):
+        told, reward = trl_turns.talked, turn_reward
+    trainer = trl_tiny.ours(folder, args=args, reward_funcs=reward, rollout_func=told)
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
     if sharded:
         shard_fully(trainer)
@@ -112,13 +117,14 @@ def run(name, world, *, sharded=False):
         "start": start,
         "weights": _whole(trl_tiny.weights(trainer)),
         "state": credit_state(trainer).method_state,
-        "tokens": _tokens(folder),
+        "tokens": _table(folder, "tokens"),
+        "rollouts": _table(folder, "rollouts"),
     }
 
 
-def _tokens(folder):
-    """The first token table, if there is one."""
-    file = folder / "counterpoise" / "tokens" / "batch_000000.parquet"
+def _table(folder, name):
+    """The first table of a kind, if there is one."""
+    file = folder / "counterpoise" / name / "batch_000000.parquet"
     return pq.read_table(file).to_pydict() if file.is_file() else None
 
 

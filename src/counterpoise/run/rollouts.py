@@ -25,6 +25,7 @@ READ_TURNS = (  # and those that conversations have beside
     *("end_reason", "failure"),
 )
 SCORE = "turn_score"
+TEXTS = pa.list_(pa.string())  # also where all lists are empty
 ADVICE = "Take the file as counterpoise train wrote it (save_rollouts_every)."
 
 
@@ -83,9 +84,9 @@ def turn_columns(rollouts: RolloutBatch, credit: Credit | None = None) -> Column
         "turn_reward": ragged(batch.turn_reward_NU, played_NU),
         SCORE: ragged(score_NU, played_NU),
         "turn_key": ragged(batch.state_NU, played_NU),
-        "turn_state": [list(talk.states) for talk in talks],
-        "turn_action": [list(talk.actions) for talk in talks],
-        "turn_reply": [list(talk.replies) for talk in talks],
+        "turn_state": pa.array([list(talk.states) for talk in talks], TEXTS),
+        "turn_action": pa.array([list(talk.actions) for talk in talks], TEXTS),
+        "turn_reply": pa.array([list(talk.replies) for talk in talks], TEXTS),
         "end_reason": [talk.end_reason for talk in talks],
         "failure": [talk.message for talk in talks],
     }

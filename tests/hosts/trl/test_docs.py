@@ -51,6 +51,17 @@ def test_the_start(tmp_path, monkeypatch):
     assert (tmp_path / "out").is_dir()
 
 
+def test_turns(tmp_path, monkeypatch):
+    """The code of the section, on a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    code = next(block for block in blocks(PAGE, "python") if "def play" in block)
+    names = {"model": trl_tiny.tiny_model(0), "tokenizer": trl_tiny.tiny_tokenizer()}
+    names |= {"settings": trl_tiny.SMALL | {"max_steps": 1}, "data": trl_tiny.prompts()}
+    exec(code, names)
+    credit_NT = names["trainer"]._buffered_inputs[0]["cp_credit"]
+    assert (credit_NT[:, 2] == 0).all() and (credit_NT[:, 1] != credit_NT[:, 3]).any()
+
+
 @pytest.mark.parametrize("page", [PAGE, EIGHT], ids=["trl", "eight_gpus"])
 def test_yaml_files_parse(page, tmp_path):
     """By TrlParser, every key known; the sizes make whole prompts an update."""

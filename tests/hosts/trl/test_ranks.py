@@ -120,3 +120,12 @@ def test_the_ledger_of_two_processes(one, two, sharded):
             assert got[name] == pytest.approx(expected[name], abs=2e-4), name
     assert two["ledger"]["tokens"]["delta"] == pytest.approx(expected["delta"], abs=2e-4)
     assert set(sharded["ledger"]["tokens"]["delta"]) == {None}
+
+
+def test_turns_of_two_processes(one, two):
+    """What each turn earned, in which state, from the rollouts of both."""
+    expected, got = one["turns"]["rollouts"], two["turns"]["rollouts"]
+    for name in ("turn", "turn_reward", "turn_state", "turn_key", "turn_action", "turn_reply"):
+        assert got[name] == expected[name], name
+    assert len({len(row) for row in expected["turn_reward"]}) > 2
+    assert {"dark", "light", ""} == {state for row in expected["turn_state"] for state in row}

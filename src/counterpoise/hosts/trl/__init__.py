@@ -3,5 +3,6 @@ CreditGRPOTrainer``.
 """
 
 from counterpoise.hosts.trl.trainer import CreditGRPOConfig, CreditGRPOTrainer, CreditMixin
+from counterpoise.hosts.trl.turns import turn_reward
 
-__all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin"]
+__all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin", "turn_reward"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from counterpoise.hosts.trl.live import Live, live_columns, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.scoring import Scores, plain_model, score_again
+from counterpoise.hosts.trl.turns import REWARD, TURNS, add_turns
 from counterpoise.maths.head import Head, head_scores
 from counterpoise.maths.reduce import LOCAL, over_ranks
 from counterpoise.maths.turns import by_turn, token_advantage, turns
@@ -90,15 +91,18 @@ def token_batch(
         columns["ref_logp_NT"] = output["ref_per_token_logps"].float()
     if needs & TOPK:
         columns |= candidates(trainer, setup, output["completion_ids"], mask_NT, scores)
+    columns |= {name: output[name] for name in TURNS if name in output}
     if not sum(live.count_W):
         return None
     columns = live_columns(columns if all(live.count_W) else gather_columns(trainer, columns))
-    return TokenBatch(
+    told = {name: columns.pop(name) for name in TURNS if name in columns}
+    batch = TokenBatch(
         **{name: columns.pop(name) for name in list(columns) if "_N" in name},  # pyright: ignore[reportArgumentType]
         head_VD=head_of(trainer).weight_VD.detach() if needs & (TOPK | {"head_VD"}) else None,
         max_length=trainer.max_completion_length,
         extra=columns,  # pyright: ignore[reportArgumentType]
     )
+    return add_turns(batch, told) if told else batch  # pyright: ignore[reportArgumentType]
 
 
 def assign(
@@ -187,6 +191,8 @@ def whole_batch(trainer: CreditMixin, columns: dict[str, Any]) -> tuple[TokenBat
         ref_logp_NT=columns.get("ref_per_token_logps"),
         max_length=trainer.max_completion_length,
     )
+    if "tool_mask" in columns or REWARD in columns:
+        batch = add_turns(batch, columns)
     credit = Credit(columns["cp_advantage"], columns["cp_weight"], columns["cp_credit"], None, {})
     if "cp_turn_advantage" not in columns:
         return batch, credit

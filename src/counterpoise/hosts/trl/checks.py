@@ -14,6 +14,7 @@ from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import backbone_of
+from counterpoise.hosts.trl.turns import tells_turns
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin
@@ -121,10 +122,11 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
             "the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set"
             " beta."
         )
-    if "turn_score_NU" in needs:
+    if "turn_score_NU" in needs and not tells_turns(trainer):
         raise ValueError(
             f"the method {setup.method.name!r} reads turn_score_NU, a score of the state after each"
-            " turn, which TRL does not have. Take turn_rloo, or train with counterpoise train."
+            " turn, which TRL does not have. Take turn_rloo, as_trl or a rollout_func that returns"
+            " turn_scores."
         )
     is_lost = args.importance_sampling_level == "sequence" and not setup.has_own_loss
     if is_lost and not all(rule.has("reads_rewards_only") for rule in setup.method.rules):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterpoise.hosts.trl.method import Setup
+from counterpoise.hosts.trl.turns import Talk, conversations
 from counterpoise.maths.trie import row_mask
 from counterpoise.run.write import create_run
 from counterpoise.types import Prompt, RolloutBatch, TokenBatch
@@ -61,21 +62,30 @@ def run_name(args: CreditGRPOConfig) -> str:
 
 
 def rollout_batch(
-    batch_number: int, tokenizer: Any, prompt_ids: list[list[int]], batch: TokenBatch
+    batch_number: int,
+    tokenizer: Any,
+    prompt_ids: list[list[int]],
+    batch: TokenBatch,
+    talks: list[Talk] | None,
 ) -> RolloutBatch:
     """A generation as the built-in trainer would hold it; TRL's tasks have no reference answer."""
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
     kept_NT = row_mask(batch.mask_NT).cpu()
     ids = [row[keep].tolist() for row, keep in zip(batch.token_ids_NT.cpu(), kept_NT)]
     first_row = {g: row for row, g in reversed(list(enumerate(batch.group_N.tolist())))}
     rows = [first_row[g] for g in sorted(first_row)]
-    questions = tokenizer.batch_decode([prompt_ids[k] for k in rows], skip_special_tokens=True)
+    questions = decode([prompt_ids[k] for k in rows])
     width = batch.max_length or batch.mask_NT.shape[1]
     return RolloutBatch(
         prompts=[Prompt(f"{batch_number}-{g}", text, "") for g, text in enumerate(questions)],
         prompt_ids=prompt_ids,
-        texts=tokenizer.batch_decode(ids, skip_special_tokens=True),
+        texts=decode(ids),
         stop_reason=["stop" if len(row) < width else "length" for row in ids],
         batch=batch,
         num_grader_failures=0,
         grader_messages=[],
+        conversations=conversations(batch, decode, talks),
     )

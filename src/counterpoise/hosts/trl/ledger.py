@@ -25,6 +25,7 @@ from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
+from counterpoise.hosts.trl.turns import Talk
 from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.summary import mean_of
@@ -32,6 +33,7 @@ from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.run import write
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import INSIDE_TRL
+from counterpoise.trainer.metrics import turn_metrics
 from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class Ledger(TrainerCallback):
         credit: Credit,
         columns: dict[str, Any],
         metrics: dict[str, float],
+        talks: list[Talk] | None,
     ) -> None:
         """Before the first update of a batch, on every process; the main one keeps the book."""
         self._is_open, self._num_updates, self._number = True, 0, batch_number
@@ -109,7 +112,8 @@ class Ledger(TrainerCallback):
         ]
         self.book = self._new_book()
         tokenizer = self.trainer.processing_class
-        rollouts = rollout_batch(batch_number, tokenizer, self._prompt_ids, batch)
+        rollouts = rollout_batch(batch_number, tokenizer, self._prompt_ids, batch, talks)
+        self._metrics = metrics | turn_metrics(rollouts)
         write.write_rollouts(self.folder, batch_number, rollouts, credit)
 
     def _new_book(self) -> Book:

@@ -51,12 +51,17 @@ def loss_mask(output: dict[str, Any]) -> Tensor:
     return (mask_NT * output["tool_mask"] if "tool_mask" in output else mask_NT).bool()
 
 
+def places(trainer: CreditMixin, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The number of each row of this process among those of all, and of its prompt."""
+    first = trainer.accelerator.process_index * num_rows
+    place_N = torch.arange(first, first + num_rows, device=trainer.accelerator.device)
+    return place_N, place_N // trainer.num_generations
+
+
 def live_rows(trainer: CreditMixin, setup: Setup, mask_NT: Tensor, reward_N: Tensor) -> Live:
     """Number the rollouts that count, over all processes in rank order."""
     accelerator, num_rows = trainer.accelerator, len(mask_NT)
-    first = accelerator.process_index * num_rows
-    place_N = torch.arange(first, first + num_rows, device=mask_NT.device)
-    group_N = place_N // trainer.num_generations
+    place_N, group_N = places(trainer, num_rows)
     is_live_N = mask_NT.any(1) & reward_N.isfinite()
     if setup.method.needs_groups:
         by_prompt = groups(group_N)

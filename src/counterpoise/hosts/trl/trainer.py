@@ -59,6 +59,15 @@ from counterpoise.hosts.trl.scoring import (
     record_scores,
 )
 from counterpoise.hosts.trl.state import CreditState, credit_state
+from counterpoise.hosts.trl.turns import (
+    Talk,
+    Told,
+    check_scores,
+    gather_talks,
+    keep_arguments,
+    told_rows,
+    turn_columns,
+)
 from counterpoise.plans.audit import plan_metrics
 from counterpoise.types import Plan
 
@@ -98,6 +107,8 @@ class CreditMixin(Host):
         self.credit_plan: Plan | None = None
         self._credit_new: dict[str, Any] | None = None
         self._credit_updates: list[UpdateRows] = []
+        self._credit_talks: list[Talk] | None = None
+        self._credit_has_warned = False
         self.add_callback(CreditState())
         self.add_callback(self.credit_ledger)
         self._credit_is_off = not (
@@ -111,24 +122,36 @@ class CreditMixin(Host):
         setup, state = self.credit_setup, credit_state(self)
         more = self.credit_ledger.is_due(state.num_batches)
         entropy, hidden = columns_to_score(setup, more)
+        calls: list[tuple[Any, ...]] = []
         with (
-            record_calls(self, REWARDS) as rewards,
+            record_calls(self, REWARDS, keep_arguments(calls)) as rewards,
             record_scores(self, entropy=entropy, hidden=hidden) as scores,
         ):
             output = super()._generate_and_score_completions(inputs)
         if setup.has_own_plan or self.args.ledger_every:
             check_text_only(output, "plan or ledger")
-        self._credit_metrics = self._give_credit(output, rewards[-1], scores, more)
+        told = told_rows(self, *calls[-1])
+        self._credit_metrics = self._give_credit(output, rewards[-1], scores, more, told)
         _log(self, self._credit_metrics)
         self._credit_new = output
         return output
 
     def _give_credit(
-        self, output: dict[str, Any], reward_by_function: Tensor, scores: list[Scores], more: bool
+        self,
+        output: dict[str, Any],
+        reward_by_function: Tensor,
+        scores: list[Scores],
+        more: bool,
+        told_N: list[Told] | None,
     ) -> dict[str, float]:
         """Our columns into TRL's dict, the credit as its advantages; the metrics."""
         setup, state, mask_NT = self.credit_setup, credit_state(self), loss_mask(output)
-        live = live_rows(self, setup, mask_NT, total_reward(self, reward_by_function))
+        reward_N = total_reward(self, reward_by_function)
+        told = None if told_N is None else turn_columns(self, told_N, mask_NT, reward_N)
+        check_scores(setup, told)
+        self._credit_talks = told.talks if told else None
+        output |= told.columns if told else {}
+        live = live_rows(self, setup, mask_NT, told.sound(reward_N) if told else reward_N)
         batch = token_batch(self, setup, output, reward_by_function, scores, live, more)
         metrics = {"credit/left_out_frac": live.left_out_frac}
         if batch is None:
@@ -181,6 +204,7 @@ class CreditMixin(Host):
         is_due = self.credit_ledger.is_due(number)
         if not setup.has_own_plan and not is_due:
             return self.credit_ledger.skim(number, output, self._credit_metrics)
+        talks = gather_talks(self, output["cp_row"]) if is_due else None
         columns = live_columns(gather_columns(self, output))
         self._credit_updates = []
         if not len(columns["cp_row"]):
@@ -200,7 +224,7 @@ class CreditMixin(Host):
         metrics = self._credit_metrics | plan_numbers
         if not is_due:
             return self.credit_ledger.skim(number, output, metrics)
-        self.credit_ledger.open(number, batch, credit, columns, metrics)
+        self.credit_ledger.open(number, batch, credit, columns, metrics, talks)
         return self.credit_ledger.write_plan(number, plan)
 
 
