@@ -254,7 +254,7 @@ def methods_page() -> str:
         ' plan="query_preserved", credit=[cp.credit.top_entropy(fraction=0.2)])\n```',
         "`counterpoise methods` prints the table below, `counterpoise methods delta` one method"
         " with all its parameters.\n[Which method should I use](../guides/choose.md) says how to"
-        " decide, and [All methods under one harness](../results/comparison.md) how they did here.",
+        " decide, and [the arena](../results/arena.md) how they did here.",
         "## The six axes",
         table(["axis", "question", "stages"], axes),
         "## The methods",
