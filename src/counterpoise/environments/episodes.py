@@ -23,6 +23,7 @@ from counterpoise.types import Prompt
 
 _WORKERS: list[Worker] = []  # kept between batches
 _CALLS = itertools.count()
+KEPT = 1000  # calls that a worker of many remembers; an older one is played from its first action
 
 
 class Asked(NamedTuple):
@@ -56,6 +57,22 @@ def play_step(
         return Fault("failed", f"the environment raised {said}")
     memory[asked.row] = episode, len(asked.actions)
     return replies
+
+
+def play_kept(
+    environment: Environment, memory: dict[Any, Any], asked: Asked
+) -> tuple[Reply, ...] | Fault:
+    """``play_step`` for callers that take turns with a worker. A worker serves this."""
+    own = memory.get(asked.call, {})
+    keep(memory, asked.call, own)
+    return play_step(environment, own, asked)
+
+
+def keep(memory: dict[int, Any], call: int, value: object) -> None:
+    """Remember a call; the oldest beyond ``KEPT`` are forgotten."""
+    memory[call] = value
+    while len(memory) > KEPT:
+        del memory[next(iter(memory))]
 
 
 def _step(episode: Episode, action: str) -> Reply:
@@ -135,11 +152,15 @@ class Episodes:
 
     def check(self, rows: Sequence[int]) -> None:
         """Play some rows that did not fail again: other replies than before are an error."""
-        self.call, self.memory = next(_CALLS), {}
-        self.queue.extend(rows)
+        self.send_again(rows)
         num_left = len(rows)
         while num_left:
             num_left -= len(self.poll(wait=True))
+
+    def send_again(self, rows: Sequence[int]) -> None:
+        """All actions of some rows, to new episodes."""
+        self.call, self.memory = next(_CALLS), {}
+        self.queue.extend(rows)
 
     def close(self) -> None:
         """Nobody waits any longer: workers in the middle of a step are ended."""

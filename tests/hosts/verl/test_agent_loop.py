@@ -232,6 +232,17 @@ def test_an_episode_whose_process_was_killed_is_played_again():
     assert again[0] == first[0] and again[1].text == "go on 2"
 
 
+def test_an_environment_whose_replies_differ_is_an_error(monkeypatch, policy, caplog):
+    """Every conversation is played again here, one in a hundred otherwise. verl logs what an agent
+    loop raises, and drops the prompt.
+    """
+    monkeypatch.setattr("counterpoise.hosts.verl.agent_loop.CHECKED", 1)
+    config = turn_config({"name": f"{ROOM}Broken", "fault": "random", "when": 2})
+    got, status = played(monkeypatch, config, Scripted(policy, "12;"), num=2)
+    assert status == {"p0": "failure", "p1": "finished"} and {row.prompt for row in got} == {"p1"}
+    assert "the same actions gave two replies to turn 1" in caplog.text
+
+
 def test_a_server_that_draws_nothing_marks_the_row(monkeypatch, policy):
     got, status = played(monkeypatch, turn_config(GUESS), Scripted(policy, ""), num=1)
     assert set(status.values()) == {"finished"}

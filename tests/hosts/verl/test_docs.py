@@ -7,6 +7,7 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -19,11 +20,14 @@ pytest.importorskip(
 
 import counterpoise as cp
 from counterpoise.hosts.verl import checks as verl_checks
+from counterpoise.hosts.verl import conversations as verl_conversations
+from counterpoise.hosts.verl import data as verl_data
 from counterpoise.hosts.verl import method as verl_method
 from counterpoise.hosts.verl import plan as verl_plan
 from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl.checks import check_config, mode_of
 from counterpoise.hosts.verl.method import agg_mode, loss_trouble, setup, trainer_trouble
+from counterpoise.policy import locate
 from helpers.verl.page import PAGE, overrides
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
@@ -113,39 +117,54 @@ def test_settings_that_are_accepted(changed):
     assert check_config(composed(**changed), "sync")[1] is not None
 
 
-def test_the_pages_python_runs():
+def test_the_pages_python_runs(tmp_path):
     """In a fresh process, where verl has loaded the plug-in by itself."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    registered, data = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", data + registered],
         env=environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout.strip().splitlines()[-1] == "[]"
+    files = sorted(file.name for file in (tmp_path / "guess").iterdir())
+    assert files == ["test.parquet", "train.parquet"]
+
+
+def test_the_settings_of_turns_are_accepted():
+    """The lines of the section "Turns", on top of the page's command."""
+    (lines,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    changed = dict(line.split("=", 1) for line in shlex.split(lines))
+    changed["actor_rollout_ref.model.path"] = locate("bundled_turns").place
+    changed["+algorithm.counterpoise.turns.chat"] = "False"
+    credit, _ = check_config(composed(**changed), "sync")
+    assert credit is not None and credit.has_turns and credit.method.name == "turn_rloo"
 
 
 def test_examples_in_docstrings():
-    for module in (verl_checks, verl_method, verl_plan):
+    for module in (verl_checks, verl_method, verl_plan, verl_conversations, verl_data):
         done = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert done.attempted > 0 and done.failed == 0
 
 
+def credit_place(made):
+    if made.method.reads_rewards_only:
+        return "alone"
+    if trainer_trouble(made) is None:
+        return "trainer"
+    return "no" if trainer_trouble(made._replace(has_turns=True)) else "turns"
+
+
 def test_the_table_is_what_the_code_does():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
+    line = r"^\| `(\w+)` \| ((?:alone|trainer|turns|no) \| .*) \|$"
+    rows = dict(re.findall(line, PAGE, re.MULTILINE))
     expected = {}
     for name in cp.methods():
         try:
-            made = setup(name)
-            credit = (
-                "alone"
-                if made.method.reads_rewards_only
-                else "no"
-                if trainer_trouble(made)
-                else "trainer"
-            )
+            credit = credit_place(setup(name))
         except ValueError:
             credit = "no"
         method = cp.method(name)

@@ -27,7 +27,7 @@ from counterpoise.hosts.verl.data import episode_of
 from counterpoise.hosts.verl.episodes import OwnEpisode
 from counterpoise.hosts.verl.turns import extra_fields
 from counterpoise.policy import encode_prompts
-from counterpoise.sampling.play import FAILED, Play
+from counterpoise.sampling.play import CHECKED, FAILED, Play
 from counterpoise.types import Prompt
 
 
@@ -85,6 +85,7 @@ class TurnAgentLoop(AgentLoopBase):
             )
             row.metrics.generate_sequences += time.monotonic() - start
             limit = await self._answer(play, row, turn)
+        await _check(play)
         return _output(play, prompt_ids, row)
 
     async def _answer(self, play: Play, row: Row, turn: TokenOutput) -> int:
@@ -110,6 +111,15 @@ class TurnAgentLoop(AgentLoopBase):
             return await self.ct_build_initial_tokens(messages)
         (ids,) = encode_prompts(self.shared.policy, [prompt.text], chat=False)
         return self._cap_text_prompt_length(list(ids))
+
+
+async def _check(play: Play) -> None:
+    """Play one conversation in so many again: an environment whose replies differ is an error."""
+    episode = play.episodes
+    assert isinstance(episode, OwnEpisode)
+    if episode.call % CHECKED == 0 and play.rows[0].end_reason not in FAILED:
+        episode.send_again([0])
+        await episode.arrive()
 
 
 def _output(play: Play, prompt_ids: list[int], row: Row) -> AgentLoopOutput:

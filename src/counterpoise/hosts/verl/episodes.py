@@ -12,14 +12,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait as wait_for
-from typing import Any
 
 from counterpoise.environments import Environment, Reply
-from counterpoise.environments.episodes import Asked, Episodes, play_step
+from counterpoise.environments.episodes import Asked, Episodes, keep, play_kept
 from counterpoise.tasks.workers import Fault, Worker, sent
 from counterpoise.types import Prompt
 
-KEPT = 1000  # episodes that a process remembers; an older one is played again from its actions
 _STARTING = threading.Lock()  # a process is started with the caller's script out of sight
 
 
@@ -71,22 +69,6 @@ class Players:
         for worker in self.workers:
             if worker is not None:
                 worker.kill()
-
-
-def play_kept(
-    environment: Environment, memory: dict[Any, Any], asked: Asked
-) -> tuple[Reply, ...] | Fault:
-    """``play_step`` for many calls at once. A process serves this."""
-    own = memory.get(asked.call, {})
-    keep(memory, asked.call, own)
-    return play_step(environment, own, asked)
-
-
-def keep(memory: dict[int, Any], call: int, value: object) -> None:
-    """Remember a call; the oldest beyond ``KEPT`` are forgotten."""
-    memory[call] = value
-    while len(memory) > KEPT:
-        del memory[next(iter(memory))]
 
 
 class OwnEpisode(Episodes):
