@@ -172,3 +172,27 @@ def test_the_command(
         dispatch([*words, "--margin", "0.5"])
     assert end.value.code == 2
     assert "another design" in capsys.readouterr().err
+
+
+def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> None:
+    game = {
+        "model": "bundled_turns",
+        "chat": False,
+        "device": "cpu",
+        "task": {"name": "guess", "n": 8, "turns": 2},
+        "num_batches": 1,
+        "ledger": {"every": 0},
+        "trackers": [],
+        "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 8, "max_turns": 2},
+    }
+    arms = (
+        Arm("turn_rloo", {"method": {"name": "turn_rloo"}}),
+        Arm("fast", {"method": {"name": "turn_rloo"}, "optimizer": {"betas": [0.0, 0.9]}}),
+    )
+    plan = design(recipe=game, arms=arms, control="turn_rloo", evaluations=(1,))
+    one = run(tmp_path / "one", plan)
+    two = run(tmp_path / "two", plan, jobs=2)
+    assert len(one) == 4
+    assert {key: result.values for key, result in two.items()} == {
+        key: result.values for key, result in one.items()
+    }

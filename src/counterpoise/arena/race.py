@@ -27,7 +27,7 @@ from counterpoise.arena.member import Member
 from counterpoise.arena.outcomes import tuned_rates
 from counterpoise.arena.results import Run, append_result, finished, read_results
 from counterpoise.arena.runs import config_of, final_runs, shape_of, stacks, tuning_runs
-from counterpoise.arena.serial import train_alone
+from counterpoise.arena.serial import train_apart
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
@@ -53,6 +53,7 @@ class Arena(NamedTuple):
     crew: Crew
     methods: dict[str, Method]
     size: int
+    jobs: int
     live: Live
     starts: dict[str, dict[str, float]]
 
@@ -64,12 +65,18 @@ def race(
     *,
     size: int | None = None,
     num_workers: int | None = None,
+    jobs: int = 1,
 ) -> None:
-    """Every run of the design that has no result yet."""
+    """Every run of the design that has no result yet.
+
+    Args:
+        jobs: runs at a time, of those that cannot share a stack.
+    """
     config = config_of(design, Run(design.control, design.rates[0], design.seeds[0]))
-    with opened(design, out, config, live, size, num_workers) as arena:
+    with opened(design, out, config, live, size, num_workers, jobs) as arena:
         if why_alone(arena, config):
-            live.say(f"runs one after the other: {why_alone(arena, config)}")
+            order = "one after the other" if jobs == 1 else f"{jobs} at a time, a process each"
+            live.say(f"runs {order}: {why_alone(arena, config)}")
         elif not (out / "activity.json").is_file():
             write_json(out / "activity.json", activity(arena))
         run_all(arena, "tuning", tuning_runs(design))
@@ -79,7 +86,13 @@ def race(
 
 @contextmanager
 def opened(
-    design: Design, out: Path, config: Config, live: Live, size: int | None, num_workers: int | None
+    design: Design,
+    out: Path,
+    config: Config,
+    live: Live,
+    size: int | None,
+    num_workers: int | None,
+    jobs: int,
 ) -> Iterator[Arena]:
     """Task, workers, model: checked before the first run."""
     device, task = device_of(config), make_task(**config.task)
@@ -95,7 +108,7 @@ def opened(
             own = config_of(design, Run(arm.name, design.rates[0], design.seeds[0]))
             methods[arm.name] = checked_method(own)
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
-        yield Arena(design, out, policy, crew, methods, members, live, {})
+        yield Arena(design, out, policy, crew, methods, members, jobs, live, {})
     finally:
         crew.close()
 
@@ -122,7 +135,7 @@ def why_alone(arena: Arena, config: Config) -> str:
 
 def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     """Train and evaluate these runs, stack by stack; those with a method that samples more, and
-    those of models that cannot be stacked, one after the other.
+    those of models that cannot be stacked, by themselves.
     """
     last = arena.design.last
     ended = finished(read_results(arena.out), last)
@@ -131,9 +144,8 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     arena.live.skip(len(runs) - len(left), (len(runs) - len(left)) * last)
     for some in stacks(arena.design, [run for run in left if not is_alone(arena, run)], arena.size):
         train_stack(arena, some)
-    for run in left:
-        if is_alone(arena, run):
-            train_alone(arena.design, arena.out, run, arena.live)
+    alone = [run for run in left if is_alone(arena, run)]
+    train_apart(arena.design, arena.out, alone, arena.live, arena.jobs)
 
 
 def is_alone(arena: Arena, run: Run) -> bool:

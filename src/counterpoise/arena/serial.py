@@ -1,10 +1,17 @@
-"""A run that cannot share a stack, by the trainer itself, under the same evaluation."""
+"""Runs that cannot share a stack, by the trainer itself, under the same evaluation: one after the
+other, or several processes at a time.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from counterpoise.arena.design import Design
 from counterpoise.arena.live import Live
@@ -18,27 +25,66 @@ from counterpoise.trainer.evaluate import evaluate
 from counterpoise.trainer.loop import device_of, train
 
 
-def train_alone(design: Design, out: Path, run: Run, live: Live) -> None:
+def train_apart(design: Design, out: Path, runs: Sequence[Run], live: Live, jobs: int) -> None:
+    """Every run by itself, ``jobs`` at a time."""
+    if jobs == 1:
+        for run in runs:
+            train_alone(design, out, run, live)
+        return
+    for run, reason in _stopped(design, out, runs, jobs):
+        if reason:
+            live.say(_stop_line(run, reason))
+        live.step(design.last)
+        live.finish(1)
+
+
+def _stopped(
+    design: Design, out: Path, runs: Sequence[Run], jobs: int
+) -> Iterator[tuple[Run, str]]:
+    """Runs in the order in which they end, and why they stopped; processes share the cores."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    pool = ProcessPoolExecutor(
+        jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
+    )
+    waiting = {pool.submit(_train_quietly, design, out, run): run for run in runs}
+    try:
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _train_quietly(design: Design, out: Path, run: Run) -> str:
+    return train_alone(design, out, run, Live(quiet=True))
+
+
+def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
     """Train to each evaluation in turn, in a run folder of its own; what is there is gone on with.
 
-    An error of this run alone (weights that diverge) ends it and is its result.
+    An error of this run alone (weights that diverge) ends it, is its result, and is returned.
     """
     folder = out / "runs" / f"{run.arm.replace('/', '_')}-{run.lr:g}-{run.seed}"
     config = config_of(design, run)
     quiet = {"eval": config.eval.model_copy(update={"every": 0}), "run_dir": str(folder)}
     config = config.model_copy(update=quiet)
-    known = {one.batch for one in read_results(out) if one.run == run}
+    known, reason = {one.batch for one in read_results(out) if one.run == run}, ""
     for before, at in zip((0, *design.evaluations), design.evaluations):
         if at not in known:
             try:
                 row = train_to(design, config, folder, before, at)
             except ValueError as error:
-                append_result(out, {**run._asdict(), "batch": at, "stopped": str(error)})
-                live.say(f"{run.arm}, rate {run.lr:g}, seed {run.seed} stopped: {error}")
+                reason = str(error)
+                append_result(out, {**run._asdict(), "batch": at, "stopped": reason})
+                live.say(_stop_line(run, reason))
                 break
             append_result(out, {**run._asdict(), "batch": at, **row})
         live.step(at - before)
     live.finish(1)
+    return reason
+
+
+def _stop_line(run: Run, reason: str) -> str:
+    return f"{run.arm}, rate {run.lr:g}, seed {run.seed} stopped: {reason}"
 
 
 def train_to(

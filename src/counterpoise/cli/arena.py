@@ -52,6 +52,9 @@ def arena(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that make prompts and grade.")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Runs at a time, of those that cannot share a stack.")
+    ] = 1,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (repeatable).")
     ] = None,
@@ -90,7 +93,7 @@ def arena(
     )
     begin(folder, design)
     live = Live(quiet=json_)
-    race(design, folder, live, size=members, num_workers=workers)
+    race(design, folder, live, size=members, num_workers=workers, jobs=jobs)
     page, summary = write_page(folder)
     if json_:
         print_json({"page": page, "summary": folder / "summary.json"})
