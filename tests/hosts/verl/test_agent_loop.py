@@ -18,6 +18,7 @@ from counterpoise.hosts.verl import register, rows, write_rows
 from counterpoise.hosts.verl.checks import check_config
 from counterpoise.hosts.verl.data import episode_of
 from counterpoise.hosts.verl.episodes import Players
+from counterpoise.policy import load_model, locate
 from helpers.rooms import Broken, Counting
 from helpers.verl.turns import Scripted, Server, bundled, play_rows, read_rows, turn_config
 
@@ -141,6 +142,31 @@ def test_a_cut_turn_gets_its_stop_token_from_the_environment(monkeypatch, policy
     reply = policy.tokenizer(";go on 2")["input_ids"]
     assert ids[2 : 2 + len(reply)] == reply and mask[: 2 + len(reply)] == [1, 1] + [0] * len(reply)
     assert row.fields["extra_fields"]["turn_actions"] == ["12"] * 3
+
+
+def test_a_chat_is_what_the_template_makes_of_it(monkeypatch):
+    """Prompt, turns and replies, token by token."""
+    policy = load_model("bundled")
+    changed = {
+        "algorithm__counterpoise__turns__chat": True,
+        "algorithm__counterpoise__turns__max_turn_tokens": 8,
+        "actor_rollout_ref__model__path": locate("bundled").place,
+        "actor_rollout_ref__rollout__prompt_length": 64,
+        "actor_rollout_ref__rollout__response_length": 64,
+    }
+    stop = policy.tokenizer.decode([policy.stop_ids[0]])
+    server = Scripted(policy, f"Then 12{stop}", f"So 7.{stop}")
+    got, _ = played(monkeypatch, turn_config(f"{ROOM}Counting", **changed), server, num=1)
+    said = [("user", "What is 2 + 3?"), ("assistant", "Then 12"), ("user", "go on 7")]
+    said += [("assistant", "So 7."), ("user", "go on 5"), ("assistant", "Then 12")]
+    messages = [{"role": role, "content": words} for role, words in said]
+    whole = policy.tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = policy.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    for row in got:
+        row_ids = row.fields["input_ids"].tolist()
+        # the template may say more after the last turn
+        assert row_ids == ids[: len(row_ids)] and len(row_ids) >= len(ids) - 1
+        assert row.fields["extra_fields"]["turn_actions"] == ["Then 12", "So 7.", "Then 12"]
 
 
 @pytest.mark.parametrize(

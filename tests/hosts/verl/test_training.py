@@ -24,6 +24,8 @@ pytest.importorskip(
 )
 
 import counterpoise as cp
+from counterpoise.hosts.verl import write_rows
+from counterpoise.policy import load_model
 from helpers.verl.cases import optimizer_steps
 from helpers.verl.page import overrides
 from helpers.verl.tiny_verl import make_model_and_data, model_with
@@ -102,7 +104,8 @@ def trained(folder: Path, **changed: str) -> list[dict]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }
-    make_model_and_data(folder)
+    if not (folder / "model").exists():
+        make_model_and_data(folder)
     line = [
         sys.executable,
         "-W",
@@ -142,8 +145,33 @@ def pad_prompts(parts, width):
     return torch.stack([torch.nn.functional.pad(part, (0, width - len(part))) for part in parts])
 
 
+def plain_batch(rows, before) -> cp.TokenBatch:
+    return cp.TokenBatch.from_lists(
+        [row["responses"].tolist() for row in rows],
+        group=[sorted({row["uid"] for row in rows}).index(row["uid"]) for row in rows],
+        reward=[float(row["rm_scores"].sum()) for row in rows],
+        sampler_logp=[row["rollout_log_probs"].tolist() for row in rows],
+        entropy=[entropy.tolist() for _, entropy in before],
+    )
+
+
+def turn_batch(rows, before) -> cp.TokenBatch:
+    """The same with turns and what each of them earned."""
+    batch = plain_batch(rows, before)
+    num = max(len(row["extra_fields"]["turn_spans"]) for row in rows)
+    turn_NT = torch.full(batch.mask_NT.shape, -1)
+    reward_NU, mask_NU = torch.zeros(len(rows), num), torch.zeros(len(rows), num)
+    for k, row in enumerate(rows):
+        for u, (start, end) in enumerate(row["extra_fields"]["turn_spans"]):
+            turn_NT[k, start:end], mask_NU[k, u] = u, 1
+            reward_NU[k, u] = row["extra_fields"]["turn_rewards"][u]
+    return batch.replace(
+        mask_NT=turn_NT >= 0, turn_NT=turn_NT, turn_reward_NU=reward_NU, turn_mask_NU=mask_NU
+    )
+
+
 def replayed(
-    folder: Path, method: cp.Method, loss: cp.Method
+    folder: Path, method: cp.Method, loss: cp.Method, batch_of=plain_batch
 ) -> tuple[dict[str, torch.Tensor], list[cp.Credit]]:
     """The same two batches by a plain loop: credit of the core once a batch, its loss, one SGD step
     per planned update.
@@ -161,13 +189,7 @@ def replayed(
         rows = [rollouts[key] for key in keys]
         with torch.no_grad():
             before = score_update(model, rows)
-        batch = cp.TokenBatch.from_lists(
-            [row["responses"].tolist() for row in rows],
-            group=[sorted({row["uid"] for row in rows}).index(row["uid"]) for row in rows],
-            reward=[float(row["rm_scores"].sum()) for row in rows],
-            sampler_logp=[row["rollout_log_probs"].tolist() for row in rows],
-            entropy=[entropy.tolist() for _, entropy in before],
-        )
+        batch = batch_of(rows, before)
         credit = method.assign(batch, state, batch_number=batch_number)
         state, width = credit.state, batch.mask_NT.shape[1]
         credits.append(credit)
@@ -241,3 +263,33 @@ def test_state_entropies_and_rows_left_out(folder):
     assert sum(logged["counterpoise/plan/rows_left_out"] for logged in metrics) > 0
     saved = json.loads((folder / "checkpoints" / "global_step_2" / "counterpoise.json").read_text())
     assert saved["state"]["controller"] == pytest.approx(credits[-1].state["controller"], rel=1e-4)
+
+
+def test_conversations_train_as_the_core_does(folder):
+    """verl's agent loop worker, its queue and two FSDP2 workers: turns of ``guess`` by the
+    package's model, with the credit of turns.
+    """
+    game = {"name": "guess", "n": 16, "turns": 3, "cost": 0.125}
+    start = load_model("bundled_turns")
+    start.model.save_pretrained(folder / "model")
+    start.tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "data.parquet", game, "train", num=8)
+    changed = {
+        "algorithm.adv_estimator": "counterpoise/turn_rloo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "counterpoise/turn_rloo",
+        "+algorithm.counterpoise.turns.environment": "{name:guess,n:16,turns:3,cost:0.125}",
+        "+algorithm.counterpoise.turns.max_turn_tokens": "4",
+        "+algorithm.counterpoise.turns.chat": "False",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+            "helpers.verl.turn_sampler.TurnSampler"
+        ),
+    }
+    metrics = trained(folder, **changed)
+    method = cp.method("turn_rloo", plan="query_preserved")
+    expected, _ = replayed(folder, method, cp.method("turn_rloo"), turn_batch)
+    assert_same_weights(folder, expected)
+    uniform, _ = replayed(folder, cp.method("rloo"), cp.method("turn_rloo"), turn_batch)
+    assert max((value - uniform[name]).abs().max() for name, value in expected.items()) > 1e-3
+    for logged in metrics:
+        assert 1 <= logged["counterpoise/turns/mean"] <= 3
+        assert logged["counterpoise/turns/end_done"] == 1.0
