@@ -35,11 +35,10 @@ from counterpoise.policy.actions import action_probabilities
 CHARACTERS = string.digits + string.ascii_lowercase + "<>=?!+-:"
 # the games and how often each is played; longer than they are, so that no turn is the last one
 GAMES = (
-    (Guess(n=16, turns=5), 0.2),
-    (Guess(n=8, turns=4), 0.15),
-    (Mastermind(turns=4), 0.25),
-    (Mastermind(letters=2, turns=4), 0.15),
-    (Lookup(turns=8), 0.25),
+    (Guess(n=16, turns=5), 0.3),
+    (Guess(n=8, turns=4), 0.1),
+    (Mastermind(turns=4), 0.3),
+    (Lookup(turns=5), 0.3),
 )
 LESSONS = 0.3  # of the rows after the sums are learned
 ANSWER_FRAC = 0.25  # of a lookup player's turns
@@ -167,7 +166,6 @@ def report(folder: Path) -> None:
         "guess": (Guess(), Guess().prompt(1), False),
         "guess, n 8, 3 turns": (Guess(8, 3), Guess(8, 3).prompt(1), False),
         "mastermind": (Mastermind(), Mastermind().prompt("aaa"), False),
-        "mastermind, 2 letters": (Mastermind(2), Mastermind(2).prompt("aaa"), False),
         "lookup of one table": (lookup, lookup.prompt("be", "040070"), True),
     }
     for name, (game, prompt, is_secret_known) in cases.items():

@@ -20,6 +20,7 @@ from counterpoise.run.importers.convert import import_run
 from counterpoise.run.read import open_run
 from counterpoise.viewer.api import batch_info
 from counterpoise.viewer.tokens import open_batch
+from counterpoise.viewer.turns import prompt_turns
 
 PROMPT, GOOD, BAD = [5, 6], [7, 8, 9], [7, 4]
 
@@ -102,6 +103,28 @@ def test_tokens_outside_the_loss_stay_and_are_marked(tmp_path):
     tokens = pd.read_parquet(tmp_path / "run" / "tokens" / "batch_000003.parquet")
     assert tokens["loss_mask"].tolist() == [True, False, True]
     assert tokens["token_id"].tolist() == GOOD
+
+
+def test_stretches_of_the_mask_are_turns(tmp_path, tokenizer):
+    talk = prime_rl_row(GOOD, 1.0, 0.5)
+    talk["loss_mask"], talk["advantages"] = [False, False, True, False, True], [0, 0, 0.2, 0, 0.8]
+    (tmp_path / "rank_0.jsonl").write_text(
+        json.dumps(talk) + "\n" + json.dumps(prime_rl_row(BAD, 0.0, -0.7)) + "\n"
+    )
+    run = tmp_path / "run"
+    import_run("prime-rl", tmp_path / "rank_0.jsonl", run, tokenizer=tokenizer)
+    rollouts = pd.read_parquet(run / "rollouts" / "batch_000003.parquet")
+    assert [list(turns) for turns in rollouts["turn"]] == [[0, -1, 1], [0, 0]]
+    assert [list(rewards) for rewards in rollouts["turn_reward"]] == [[0.0, 1.0], [0.0]]
+    assert [list(one) for one in rollouts["turn_advantage"]] == [[0.2, 0.8], [-0.7]]
+    assert [list(one) for one in rollouts["turn_action"]] == [[" five", " one"], [" five six"]]
+    assert [list(one) for one in rollouts["turn_reply"]] == [[" plus"], []]
+    tokens = open_batch(open_run(run), 3)
+    assert batch_info(tokens)["has_turns"]
+    first, second = prompt_turns(tokens, 0)
+    assert [turn["return"] for turn in first["turns"]] == [1.0, 1.0]
+    assert [turn["reply"] for turn in first["turns"]] == [" plus", None]
+    assert len(second["turns"]) == 1
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])

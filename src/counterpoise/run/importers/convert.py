@@ -18,6 +18,7 @@ from counterpoise.errors import nearest
 from counterpoise.run import write
 from counterpoise.run.files import Columns, write_folder
 from counterpoise.run.importers.dump import Encode, Imported, Reader
+from counterpoise.run.importers.turns import has_turns, turn_columns, turns_of
 from counterpoise.text import visible
 
 FORMATS = {  # name -> module with ``read``, files in a folder
@@ -142,6 +143,7 @@ def _rollout_columns(
             for name in ("token_ids", "loss_mask", *TOKEN_LISTS[:3], "credit")
         },
         "weight": [_weights(row) for row in rows],
+        **turn_columns(rows, texts),
     }
 
 
@@ -186,6 +188,8 @@ def _token_columns(
     out |= {name: flat(name) for name in TOKEN_LISTS if any(name in row.columns for row in rows)}
     if texts:
         out["text"] = [text for row in texts for text in row]
+    if has_turns(rows):
+        out["turn"] = [turn for row in rows for turn in turns_of(row.columns["loss_mask"])]
     return out | _derive(out, categories)
 
 
