@@ -143,8 +143,6 @@ class Play:
 
     def conversation(self, row: int) -> Conversation:
         own, replies = self.rows[row], self.episodes.replies[row]
-        names = sorted({name for reply in replies for name in reply.metrics})
-        numbers = {n: [r.metrics[n] for r in replies if n in r.metrics] for n in names}
         first = getattr(self.environment, "first_state", None)
         states = (first(self.prompts[row]) if first else "", *(reply.state for reply in replies))
         return Conversation(
@@ -153,7 +151,7 @@ class Play:
             states=states[: len(own.spans)],
             end_reason=own.end_reason,
             message=own.message,
-            metrics={name: sum(values) / len(values) for name, values in numbers.items()},
+            metrics=mean_metrics(replies),
         )
 
     def columns(
@@ -183,6 +181,32 @@ class Play:
         for turn, (start, end) in enumerate(self.rows[row].spans):
             out += [-1] * (start - len(out)) + [turn] * (end - start)
         return out + [-1] * (width - len(out))
+
+
+def mean_metrics(replies: Sequence[Reply]) -> dict[str, float]:
+    """The environment's numbers, each averaged over the turns that have it."""
+    names = sorted({name for reply in replies for name in reply.metrics})
+    numbers = {n: [r.metrics[n] for r in replies if n in r.metrics] for n in names}
+    return {name: sum(values) / len(values) for name, values in numbers.items()}
+
+
+def extra_fields(play: Play, row: int) -> dict[str, Any]:
+    """What a host carries of a conversation beside its tokens: lists with an entry per turn, why it
+    ended, what failed.
+    """
+    talk, replies, spans = play.conversation(row), play.episodes.replies[row], play.rows[row].spans
+    missing = len(spans) - len(replies)
+    return {
+        "turn_rewards": [reply.reward for reply in replies] + [0.0] * missing,
+        "turn_states": list(talk.states),
+        "turn_scores": [reply.score for reply in replies] + [None] * missing,
+        "turn_spans": [list(span) for span in spans],
+        "turn_actions": list(talk.actions),
+        "turn_replies": list(talk.replies),
+        "turn_metrics": dict(talk.metrics),
+        "end_reason": talk.end_reason,
+        "failure": talk.message,
+    }
 
 
 def _padded(rows: Sequence[list[Any]], width: int, fill: float) -> Tensor:

@@ -103,20 +103,43 @@ def hold(
     group = [p for p in range(len(prompts)) for _ in range(group_size)]
     row_ids = [list(prompt_ids[p]) for p in group]
     play = begin(policy, environment, prompts, row_ids, group, config, seed)
+    return play_out(
+        policy,
+        play,
+        prompts,
+        row_ids,
+        group,
+        max_length=settings.max_new_tokens,
+        success=success,
+        temperature=temperature,
+        top_p=settings.top_p if temperature else 1.0,
+        top_k=settings.top_k if temperature else 0,
+        seed=seed,
+        max_rows=settings.max_rows or len(row_ids),
+        needs=needs,
+    )
+
+
+def play_out(
+    policy: Policy,
+    play: Play,
+    prompts: Sequence[Prompt],
+    row_ids: list[list[int]],
+    group: Sequence[int],
+    *,
+    max_length: int,
+    success: float | None = None,
+    **sampling: object,
+) -> RolloutBatch:
+    """Conversations from their beginning to their end; row i is about ``prompts[group[i]]``.
+
+    Args:
+        max_length: tokens that the model draws in a row at most.
+        sampling: settings of ``converse``.
+    """
     try:
         rollouts = _uncollected(
-            sample_from,
-            policy,
-            row_ids,
-            play,
-            by=converse,
-            max_tokens=play.max_tokens,
-            temperature=temperature,
-            top_p=settings.top_p if temperature else 1.0,
-            top_k=settings.top_k if temperature else 0,
-            seed=seed,
-            max_rows=settings.max_rows or len(row_ids),
-            needs=needs,
+            sample_from, policy, row_ids, play, by=converse, max_tokens=play.max_tokens, **sampling
         )
         play.check()
     finally:
@@ -133,7 +156,7 @@ def hold(
         reward_N=columns["turn_reward_NU"].sum(1),
         sampler_logp_NT=torch.where(mask_NT, rollouts.sampler_logp_NT, 0),
         entropy_NT=torch.where(mask_NT, rollouts.entropy_NT, 0),
-        max_length=settings.max_new_tokens,
+        max_length=max_length,
         success=success,
         mask_NT=columns.pop("mask_NT"),
     ).replace(**columns, **{k: column * mask_NT[:, :, None] for k, column in sampled.items()})

@@ -16,9 +16,9 @@ import yaml
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
 from counterpoise.hosts.trl import CreditGRPOConfig
-from counterpoise.policy.load import locate
+from counterpoise.policy.load import load_model, locate
 from counterpoise.run.read import open_run
-from helpers import trl_tiny
+from helpers import trl_acts, trl_tiny
 
 pytestmark = pytest.mark.hosts
 ROOT = Path(__file__).parents[3]
@@ -51,15 +51,34 @@ def test_the_start(tmp_path, monkeypatch):
     assert (tmp_path / "out").is_dir()
 
 
+def run_block(words, model, tokenizer, **settings):
+    """The code with these words in it, as it is printed; its trainer."""
+    code = next(block for block in blocks(PAGE, "python") if words in block)
+    settings = trl_tiny.SMALL | {"max_steps": 1} | settings
+    names = {"model": model, "tokenizer": tokenizer, "settings": settings}
+    exec(code, names | {"data": trl_tiny.prompts()}, names)
+    return names["trainer"]
+
+
 def test_turns(tmp_path, monkeypatch):
     """The code of the section, on a tiny model."""
     monkeypatch.chdir(tmp_path)
-    code = next(block for block in blocks(PAGE, "python") if "def play" in block)
-    names = {"model": trl_tiny.tiny_model(0), "tokenizer": trl_tiny.tiny_tokenizer()}
-    names |= {"settings": trl_tiny.SMALL | {"max_steps": 1}, "data": trl_tiny.prompts()}
-    exec(code, names)
-    credit_NT = names["trainer"]._buffered_inputs[0]["cp_credit"]
+    trainer = run_block("def play", trl_tiny.tiny_model(0), trl_tiny.tiny_tokenizer())
+    credit_NT = trainer._buffered_inputs[0]["cp_credit"]
     assert (credit_NT[:, 2] == 0).all() and (credit_NT[:, 1] != credit_NT[:, 3]).any()
+
+
+def test_environments(tmp_path, monkeypatch):
+    """By tools on a tiny model that calls them at random, in plain text with the bundled one."""
+    monkeypatch.chdir(tmp_path)
+    policy = load_model("bundled_turns")
+    played = run_block("as_rollout_func(", policy.model, policy.tokenizer, num_generations=8)
+    assert played._buffered_inputs[0]["cp_turn"].max() == 1
+    if trl.__version__ >= "1.16":
+        called = run_block(
+            "as_trl(", trl_tiny.tiny_model(0), trl_acts.tokenizer(), **trl_acts.TOOLS
+        )
+        assert called._buffered_inputs[0]["cp_turn"].max() > 0
 
 
 @pytest.mark.parametrize("page", [PAGE, EIGHT], ids=["trl", "eight_gpus"])
@@ -114,10 +133,30 @@ def test_the_accelerate_config():
     assert config.fsdp_config["fsdp_version"] == 2
 
 
-def test_the_example(tmp_path):
-    """Under 60 lines; from the command line with a YAML file, one generation with the ledger."""
-    script = ROOT / "examples" / "trl_delta.py"
+def run_example(name, words):
+    """Under 60 lines; from the command line."""
+    script = ROOT / "examples" / name
     assert len(script.read_text().splitlines()) < 60
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(script), *words],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_the_example_of_turns(tmp_path):
+    run_example("trl_guess.py", ["--max_steps", "2", "--output_dir", str(tmp_path)])
+    run = open_run(tmp_path / "counterpoise")
+    assert run.problems == []
+    assert run.metrics["turns/mean"].iloc[0] > 1
+
+
+def test_the_example(tmp_path):
+    """With a YAML file, one generation with the ledger."""
     (tmp_path / "mine.yaml").write_text(
         "ledger_every: 1\nper_device_train_batch_size: 8\nmax_completion_length: 80\n"
     )
@@ -129,15 +168,7 @@ def test_the_example(tmp_path):
         "--output_dir",
         str(tmp_path / "out"),
     ]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), *words],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_example("trl_delta.py", words)
     run = open_run(tmp_path / "out" / "counterpoise")
     assert run.problems == []
     assert run.config["method"]["name"] == "delta"

@@ -2,7 +2,16 @@
 CreditGRPOTrainer``.
 """
 
+from counterpoise.hosts.trl.conversations import as_rollout_func
+from counterpoise.hosts.trl.environment import as_trl
+from counterpoise.hosts.trl.told import turn_reward
 from counterpoise.hosts.trl.trainer import CreditGRPOConfig, CreditGRPOTrainer, CreditMixin
-from counterpoise.hosts.trl.turns import turn_reward
 
-__all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin", "turn_reward"]
+__all__ = [
+    "CreditGRPOConfig",
+    "CreditGRPOTrainer",
+    "CreditMixin",
+    "as_rollout_func",
+    "as_trl",
+    "turn_reward",
+]

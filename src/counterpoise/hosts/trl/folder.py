@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterpoise.hosts.trl.method import Setup
-from counterpoise.hosts.trl.turns import Talk, conversations
+from counterpoise.hosts.trl.turns import conversations
 from counterpoise.maths.trie import row_mask
 from counterpoise.run.write import create_run
-from counterpoise.types import Prompt, RolloutBatch, TokenBatch
+from counterpoise.types import Conversation, Prompt, RolloutBatch, TokenBatch
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.config import CreditGRPOConfig
@@ -66,7 +66,7 @@ def rollout_batch(
     tokenizer: Any,
     prompt_ids: list[list[int]],
     batch: TokenBatch,
-    talks: list[Talk] | None,
+    talks: list[Conversation] | None,
 ) -> RolloutBatch:
     """A generation as the built-in trainer would hold it; TRL's tasks have no reference answer."""
 
@@ -87,5 +87,5 @@ def rollout_batch(
         batch=batch,
         num_grader_failures=0,
         grader_messages=[],
-        conversations=conversations(batch, decode, talks),
+        conversations=conversations(batch, decode, talks or []),
     )

@@ -25,7 +25,6 @@ from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
-from counterpoise.hosts.trl.turns import Talk
 from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.summary import mean_of
@@ -34,7 +33,7 @@ from counterpoise.run import write
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import INSIDE_TRL
 from counterpoise.trainer.metrics import turn_metrics
-from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
+from counterpoise.types import Conversation, Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin
@@ -97,7 +96,7 @@ class Ledger(TrainerCallback):
         credit: Credit,
         columns: dict[str, Any],
         metrics: dict[str, float],
-        talks: list[Talk] | None,
+        talks: list[Conversation] | None,
     ) -> None:
         """Before the first update of a batch, on every process; the main one keeps the book."""
         self._is_open, self._num_updates, self._number = True, 0, batch_number

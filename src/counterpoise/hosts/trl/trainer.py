@@ -60,7 +60,6 @@ from counterpoise.hosts.trl.scoring import (
 )
 from counterpoise.hosts.trl.state import CreditState, credit_state
 from counterpoise.hosts.trl.turns import (
-    Talk,
     Told,
     check_scores,
     gather_talks,
@@ -69,7 +68,7 @@ from counterpoise.hosts.trl.turns import (
     turn_columns,
 )
 from counterpoise.plans.audit import plan_metrics
-from counterpoise.types import Plan
+from counterpoise.types import Conversation, Plan
 
 __all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin"]
 
@@ -107,7 +106,7 @@ class CreditMixin(Host):
         self.credit_plan: Plan | None = None
         self._credit_new: dict[str, Any] | None = None
         self._credit_updates: list[UpdateRows] = []
-        self._credit_talks: list[Talk] | None = None
+        self._credit_talks: list[Conversation] | None = None
         self._credit_has_warned = False
         self.add_callback(CreditState())
         self.add_callback(self.credit_ledger)

@@ -1,14 +1,8 @@
 """Rewards, states and scores of turns inside TRL, as columns.
 
-A turn is a run of tokens that the model drew. What a turn earned is told by extra fields of a
-``rollout_func``, a list per rollout:
-
-    turn_rewards   a number per turn
-    turn_states    a key of the state before each turn, "" where it is not known (may be left out)
-    turn_scores    a score of the state after each turn, None where there is none (may be left out)
-
-or by an environment of ours (``as_trl``). The reward functions decide what a rollout earned in all:
-where its turns add up to something else, the difference belongs to the last one.
+A turn is a run of tokens that the model drew, unless somebody tells where turns meet. The reward
+functions decide what a rollout earned in all: where its turns add up to something else, the
+difference belongs to the last one.
 
 Axes: N rollouts of this process, T tokens, U turns.
 """
@@ -24,56 +18,40 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from counterpoise.hosts.trl.environment import PlayedByTools, told_by_calls
 from counterpoise.hosts.trl.live import FILLER, places
 from counterpoise.hosts.trl.method import Setup
+from counterpoise.hosts.trl.told import FIELDS, SCORES, Told, told_by_fields
 from counterpoise.maths.turns import runs, turns
-from counterpoise.sampling.play import state_key
+from counterpoise.sampling.play import state_key, state_keys
 from counterpoise.types import Conversation, TokenBatch
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin
 
-REWARDS, STATES, SCORES, END = "turn_rewards", "turn_states", "turn_scores", "end_reason"
 # columns of TRL's dict
-TURNS = REWARD, STATE, SCORE = "cp_turn_reward", "cp_state", "cp_turn_score"
+TURNS = TURN, REWARD, STATE, SCORE = ("cp_turn", "cp_turn_reward", "cp_state", "cp_turn_score")
 TOLERANCE = 1e-4  # of sums of rewards, as for a TokenBatch
-Talk = tuple[list[str], str]  # names of the states before each turn, and why a rollout ended
-
-
-class Told(NamedTuple):
-    """What is known of the turns of one rollout; None is what nobody told."""
-
-    rewards: Sequence[float] | None = None
-    states: Sequence[str] | None = None
-    scores: Sequence[float] | None = None
-    end_reason: str = ""
+MAX_FAILED_FRAC = 0.5
 
 
 class TurnColumns(NamedTuple):
     """The turns of this process's rollouts.
 
     Attributes:
-        columns: ``REWARD``, ``STATE`` and, where somebody told any, ``SCORE``, [N, U].
-        is_sound_N: False where a number is not finite; such a rollout does not count.
-        talks: for the run folder.
+        columns: ``TURN`` [N, T], ``REWARD``, ``STATE`` and, where somebody told any, ``SCORE``,
+            [N, U].
+        is_lost_N: rollouts that do not count.
+        talks: for the run folder, without what was said.
     """
 
     columns: dict[str, Tensor]
-    is_sound_N: Tensor
-    talks: list[Talk]
+    is_lost_N: Tensor
+    talks: list[Conversation]
 
     def sound(self, reward_N: Tensor) -> Tensor:
         """Rewards, NaN where a rollout does not count."""
-        return torch.where(self.is_sound_N, reward_N, math.nan)
-
-
-def turn_reward(turn_rewards: Sequence[Sequence[float]], **columns: object) -> list[float]:
-    """A reward function for TRL: what the turns of each rollout add up to.
-
-    >>> turn_reward([[0.5, 1.0], [0.0]])
-    [1.5, 0.0]
-    """
-    return [float(sum(rewards)) for rewards in turn_rewards]
+        return reward_N.masked_fill(self.is_lost_N, math.nan)
 
 
 def keep_arguments(calls: list[tuple[Any, ...]]) -> Callable[[Callable], Callable]:
@@ -90,8 +68,10 @@ def keep_arguments(calls: list[tuple[Any, ...]]) -> Callable[[Callable], Callabl
 
 
 def tells_turns(trainer: CreditMixin) -> bool:
-    """Whether somebody could tell what a turn earned."""
-    return getattr(trainer, "rollout_func", None) is not None
+    """Whether somebody could tell what a turn earned; the same on all processes."""
+    pools = getattr(trainer, "_environment_pool", {}).values()
+    is_ours = any(isinstance(one, PlayedByTools) for pool in pools for one in pool[:1])
+    return is_ours or getattr(trainer, "rollout_func", None) is not None
 
 
 def told_rows(
@@ -112,46 +92,12 @@ def told_rows(
             " and would train on the environment's tokens. Pass tools or environment_factory, or"
             " play inside rollout_func, not both."
         )
-    return told_by_fields(rows)
-
-
-def told_by_fields(rows: Sequence[Mapping[str, Any]]) -> list[Told]:
-    """The fields of a ``rollout_func``, which TRL puts into the rows of the dataset."""
-    for name in (REWARDS, STATES, SCORES):
-        missing = [k for k, row in enumerate(rows) if row.get(name) is None]
-        if missing and len(missing) < len(rows):
-            raise ValueError(
-                f"rollout_func: {name} is missing for rollouts {missing[:8]}, and the others have"
-                " it. Return a list with one list per rollout, or leave it out."
-            )
+    if trainer.rollout_func is not None:
+        return told_by_fields(rows)
     return [
-        Told(
-            _numbers(k, REWARDS, row.get(REWARDS)),
-            _names(k, row.get(STATES)),
-            _numbers(k, SCORES, row.get(SCORES)),
-            str(row.get(END) or ""),
-        )
-        for k, row in enumerate(rows)
+        told_by_calls(one, messages) if isinstance(one, PlayedByTools) else Told()
+        for one, messages in zip(trainer.environments or [], completions)
     ]
-
-
-def _numbers(row: int, name: str, values: Sequence[Any] | None) -> list[float] | None:
-    try:
-        return None if values is None else [math.nan if v is None else float(v) for v in values]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"rollout_func: {name} of rollout {row} is {str(values)[:80]!r}, expected a list with"
-            " one number per turn."
-        ) from None
-
-
-def _names(row: int, values: Sequence[Any] | None) -> list[str] | None:
-    if values is None or (not isinstance(values, str) and all(isinstance(v, str) for v in values)):
-        return values if values is None else list(values)
-    raise ValueError(
-        f"rollout_func: {STATES} of rollout {row} is {str(values)[:80]!r}, expected a list with one"
-        ' str per turn, "" where the state is not known.'
-    )
 
 
 def turn_columns(
@@ -161,30 +107,56 @@ def turn_columns(
     is_told, has_scores = _agree(trainer, told)
     if not is_told:
         return None
-    count, total = (runs(mask_NT).amax(1) + 1).tolist(), reward_N.tolist()
+    turn_NT = _turns(told, mask_NT)
+    count, total = (turn_NT.amax(1) + 1).tolist(), reward_N.tolist()
     check_counts(told, count)
+    check_failures(told)
     _warn_of_gap(trainer, told, count, total)
     whole = [complete(*row) for row in zip(told, count, total)]
-    _, group_N = places(trainer, len(whole))
-    keys = [
-        [state_key(group, name, True) if name else -1 for name in one.states or []]
-        for one, group in zip(whole, group_N.tolist())
-    ]
+    keys = [_keys(one, g) for one, g in zip(whole, places(trainer, len(whole))[1].tolist())]
     columns = {REWARD: _padded([one.rewards for one in whole], 0.0), STATE: _padded(keys, -1)}
     if has_scores:
         columns[SCORE] = _padded([one.scores for one in whole], math.nan)
     return TurnColumns(
-        {name: column.to(mask_NT.device) for name, column in columns.items()},
-        torch.tensor([_is_sound(one) for one in told], device=mask_NT.device),
-        [(list(one.states or []), one.end_reason) for one in whole],
+        {TURN: turn_NT} | {name: column.to(mask_NT.device) for name, column in columns.items()},
+        torch.tensor([one.is_lost for one in told], device=mask_NT.device),
+        [
+            Conversation((), (), tuple(w.states or ()), w.end_reason or "done", metrics=w.metrics)
+            for w in whole
+        ],
     )
+
+
+def _turns(told: Sequence[Told], mask_NT: Tensor) -> Tensor:
+    """The turn of every token of the model: by ``turn_spans``, else the runs of the mask."""
+    turn_NT = runs(mask_NT)
+    for row, one in enumerate(told):
+        if one.spans is None or not mask_NT[row].any():
+            continue
+        own_T = torch.full_like(turn_NT[row], -1)
+        for turn, (start, end) in enumerate(one.spans):
+            own_T[start:end] = turn
+        if not torch.equal(own_T >= 0, mask_NT[row]):
+            raise ValueError(
+                f"rollout_func: turn_spans {str(one.spans)[:80]} of rollout {row} are not the"
+                " tokens with env_mask 1. Return [start, end) of each turn in completion_ids."
+            )
+        turn_NT[row] = own_T
+    return turn_NT
+
+
+def _keys(told: Told, group: int) -> list[int]:
+    """Keys of the states before each turn, hashed with the prompt; -1 unknown."""
+    if told.actions is not None:
+        return state_keys(Conversation(tuple(told.actions), states=tuple(told.states or ())), group)
+    return [state_key(group, name, True) if name else -1 for name in told.states or []]
 
 
 def _agree(trainer: CreditMixin, told: Sequence[Told]) -> tuple[bool, bool]:
     """Whether any process was told something, and whether any was told scores: all of them have
     the same columns.
     """
-    flags = [any(any(part is not None for part in one[:3]) for one in told)]
+    flags = [any(any(part is not None for part in one[:5]) for one in told)]
     flags += [any(one.scores is not None for one in told)]
     flag_2 = torch.tensor([flags], dtype=torch.long, device=trainer.accelerator.device)
     is_told, has_scores = trainer.accelerator.gather(flag_2).amax(0).tolist()
@@ -194,13 +166,24 @@ def _agree(trainer: CreditMixin, told: Sequence[Told]) -> tuple[bool, bool]:
 def check_counts(told: Sequence[Told], count: Sequence[int]) -> None:
     """One entry per turn, in every rollout that has a token of the model."""
     for row, (one, num) in enumerate(zip(told, count)):
-        for name, values in zip((REWARDS, STATES, SCORES), one):
+        for name, values in zip(FIELDS, one):
             if num and values is not None and len(values) != num:
                 raise ValueError(
                     f"rollout_func: rollout {row} has {len(values)} {name}, expected {num}:"
                     f" env_mask has {num} runs of 1. Return one entry per turn of the model, and"
                     " mark what stands between two turns with 0."
                 )
+
+
+def check_failures(told: Sequence[Told]) -> None:
+    """An environment that fails now and then costs a rollout; over half of them is an error."""
+    lost = [row for row, one in enumerate(told) if one.is_lost]
+    if len(lost) > MAX_FAILED_FRAC * len(told):
+        first = told[lost[0]].failure or "a reward or score is not finite"
+        raise ValueError(
+            f"the environment failed in {len(lost)} of {len(told)} rollouts. First, rollout"
+            f" {lost[0]}: {first}. Mend the environment."
+        )
 
 
 def complete(told: Told, num_turns: int, total: float) -> Told:
@@ -233,7 +216,7 @@ def _warn_of_gap(
     rows = [
         row
         for row, one in enumerate(told)
-        if one.rewards is not None and count[row] and _is_sound(one) and math.isfinite(total[row])
+        if one.rewards is not None and count[row] and not one.is_lost and math.isfinite(total[row])
         if _gap(one, total[row])
     ]
     if not rows or trainer._credit_has_warned:
@@ -246,12 +229,6 @@ def _warn_of_gap(
         " counterpoise.hosts.trl.turn_reward is one that adds turn_rewards up.",
         stacklevel=2,
     )
-
-
-def _is_sound(told: Told) -> bool:
-    """Rewards are finite; a score may be missing (NaN)."""
-    is_finite = all(map(math.isfinite, told.rewards or []))
-    return is_finite and not any(map(math.isinf, told.scores or []))
 
 
 def _padded(rows: Sequence[Sequence[float] | None], fill: float) -> Tensor:
@@ -271,7 +248,7 @@ def add_turns(batch: TokenBatch, columns: Mapping[str, Tensor]) -> TokenBatch:
             turn_reward_NU=played.reward_NU,
             state_NU=played.state_NU,
         )
-    turn_NT, reward_NU = runs(batch.mask_NT), columns[REWARD]
+    turn_NT, reward_NU = torch.where(batch.mask_NT, columns[TURN], -1), columns[REWARD]
     number_U = torch.arange(reward_NU.shape[1], device=turn_NT.device)
     mask_NU = number_U <= turn_NT.amax(1, keepdim=True)
     score_NU = columns.get(SCORE)
@@ -293,7 +270,7 @@ def check_scores(setup: Setup, told: TurnColumns | None) -> None:
         )
 
 
-def gather_talks(trainer: CreditMixin, row_N: Tensor) -> list[Talk] | None:
+def gather_talks(trainer: CreditMixin, row_N: Tensor) -> list[Conversation] | None:
     """Of all processes, those of rollouts that count."""
     if trainer._credit_talks is None:
         return None
@@ -302,31 +279,27 @@ def gather_talks(trainer: CreditMixin, row_N: Tensor) -> list[Talk] | None:
 
 
 def conversations(
-    batch: TokenBatch, decode: Callable[[list[list[int]]], list[str]], talks: list[Talk] | None
+    batch: TokenBatch, decode: Callable[[list[list[int]]], list[str]], talks: list[Conversation]
 ) -> list[Conversation] | None:
     """What was said in every rollout, read off its tokens; None where nothing has turns."""
     if batch.turn_NT is None:
         return None
-    talks = talks or [([], "")] * batch.num_rollouts
+    num_U = (batch.turn_NT.amax(1) + 1).tolist()
+    talks = talks or [Conversation(states=("",) * num) for num in num_U]
+    said = [said_by_turn(*row) for row in zip(batch.token_ids_NT.tolist(), batch.turn_NT.tolist())]
     return [
-        _conversation(ids, row, decode, *talk)
-        for ids, row, talk in zip(batch.token_ids_NT.tolist(), batch.turn_NT.tolist(), talks)
+        talk._replace(actions=tuple(decode(actions)), replies=tuple(decode(replies)))
+        for talk, (actions, replies) in zip(talks, said)
     ]
 
 
-def _conversation(
-    ids: list[int],
-    turn_T: list[int],
-    decode: Callable[[list[list[int]]], list[str]],
-    states: list[str],
-    end_reason: str,
-) -> Conversation:
-    num = max(turn_T) + 1
-    starts = [turn_T.index(turn) for turn in range(num)]
-    ends = [start + turn_T[start:].count(turn) for turn, start in enumerate(starts)]
-    said = [ids[start:end] for start, end in zip(starts, ends)]
-    replies = [ids[end:start] for end, start in zip(ends, starts[1:])]
-    texts = decode(said + replies)
-    return Conversation(
-        tuple(texts[:num]), tuple(texts[num:]), tuple(states or [""] * num), end_reason or "done"
-    )
+def said_by_turn(ids: list[int], turn_T: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of each turn, and those between it and the next.
+
+    >>> said_by_turn([5, 6, 7, 8, 0], [0, 0, -1, 1, -1])
+    ([[5, 6], [8]], [[7]])
+    """
+    starts = [turn_T.index(turn) for turn in range(max(turn_T) + 1)]
+    ends = [start + turn_T.count(turn) for turn, start in enumerate(starts)]
+    actions = [ids[start:end] for start, end in zip(starts, ends)]
+    return actions, [ids[end:start] for end, start in zip(ends, starts[1:])]

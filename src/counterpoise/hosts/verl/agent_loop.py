@@ -25,9 +25,8 @@ from verl.workers.rollout.replica import TokenOutput
 from counterpoise.hosts.verl.conversations import AGENT_LOOP, shared
 from counterpoise.hosts.verl.data import episode_of
 from counterpoise.hosts.verl.episodes import OwnEpisode
-from counterpoise.hosts.verl.turns import extra_fields
 from counterpoise.policy import encode_prompts
-from counterpoise.sampling.play import CHECKED, FAILED, Play
+from counterpoise.sampling.play import CHECKED, FAILED, Play, extra_fields
 from counterpoise.types import Prompt
 
 
@@ -131,7 +130,7 @@ def _output(play: Play, prompt_ids: list[int], row: Row) -> AgentLoopOutput:
     is_failed, mask = own.end_reason in FAILED, [0] * len(ids)
     for start, end in [] if is_failed else own.spans:
         mask[start:end] = [1] * (end - start)
-    fields = extra_fields(play)
+    fields = extra_fields(play, 0)
     return AgentLoopOutput(
         prompt_ids=prompt_ids,
         response_ids=ids,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from counterpoise.hosts.verl.method import PREFIX, Setup
 from counterpoise.maths.turns import runs
-from counterpoise.sampling.play import FAILED, Play, state_key, state_keys
+from counterpoise.sampling.play import FAILED, state_key, state_keys
 from counterpoise.trainer.metrics import talk_metrics
 from counterpoise.types import Conversation
 
@@ -31,23 +31,6 @@ Fields = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 MAX_FAILED_FRAC = 0.5
 TOLERANCE = 1e-4
-
-
-def extra_fields(play: Play) -> dict[str, Any]:
-    """What verl carries of a conversation (row 0) beside its tokens."""
-    talk, replies, spans = play.conversation(0), play.episodes.replies[0], play.rows[0].spans
-    missing = len(spans) - len(replies)
-    return {
-        "turn_rewards": [reply.reward for reply in replies] + [0.0] * missing,
-        "turn_states": list(talk.states),
-        "turn_scores": [reply.score for reply in replies] + [None] * missing,
-        "turn_spans": [list(span) for span in spans],
-        "turn_actions": list(talk.actions),
-        "turn_replies": list(talk.replies),
-        "turn_metrics": dict(talk.metrics),
-        "end_reason": talk.end_reason,
-        "failure": talk.message,
-    }
 
 
 def is_lost(fields: Fields) -> bool:
