@@ -9,6 +9,7 @@ import pytest
 
 import counterpoise as cp
 from counterpoise.report.page import content, render
+from counterpoise.report.samples import plan_table
 from counterpoise.run.read import open_run, read_jsonl
 from helpers.make_run import make_run
 from helpers.turns_run import turns_run
@@ -38,6 +39,14 @@ def test_the_section_of_turns_has_the_files_numbers(run_dir):
     for card in page.cards["turns"]:
         assert card.chart.definition in html and card.chart.title in html
         assert getattr(cp.plot, card.chart.name)(run_dir).layout.title.text == card.chart.title
+
+
+def test_the_plan_counts_tokens_of_the_model_alone(run_dir):
+    batch, table = plan_table(open_run(run_dir))
+    rollouts = pd.read_parquet(run_dir / "rollouts" / f"batch_{batch:06d}.parquet")
+    drawn = sum(int(mask.sum()) for mask in rollouts["loss_mask"])
+    assert drawn < sum(map(len, rollouts["token_ids"]))
+    assert sum(int(row[3].replace(",", "")) for row in table.rows) == drawn
 
 
 def test_a_comparison_of_runs_with_turns_and_without(run_dir, tmp_path):

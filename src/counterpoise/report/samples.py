@@ -157,11 +157,13 @@ def tops(run: RunFolder, batch: int | None = None) -> Tops | None:
 
 
 def plan_table(run: RunFolder) -> tuple[int, Table] | None:
-    """The last plan: rows, prompts, tokens, positives and sum of advantage of each update."""
+    """The last plan: rows, prompts, tokens of the model, positives and sum of advantage of each
+    update.
+    """
     for batch in reversed(run.batches("plan")):
         plan, table = (
             run.plan(batch),
-            run.table("rollouts", batch, ("group", "reward", "advantage", "token_ids")),
+            run.table("rollouts", batch, ("group", "reward", "advantage", "loss_mask")),
         )
         if plan is None:
             continue
@@ -263,7 +265,7 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) 
     if rollouts is None or max(part, default=-1) >= len(rollouts):
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
-    tokens = f"{sum(map(len, rows['token_ids'])):,}" if "token_ids" in rows else "–"
+    tokens = f"{sum(map(np.count_nonzero, rows['loss_mask'])):,}" if "loss_mask" in rows else "–"
     advantage = (
         number(float(rows["advantage"].sum()), scale=float(rows["advantage"].abs().sum()))
         if "advantage" in rows
