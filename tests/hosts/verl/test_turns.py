@@ -183,11 +183,11 @@ def batch_without_turns(talks):
 
 
 def test_an_agent_loop_of_ones_own_gives_what_it_has(talks, policy, queue_of):
-    """Rewards alone: turns are the runs of the mask."""
+    """Rewards alone, as an array: turns are the runs of the mask."""
     expected = advantages("turn_rloo", talks, queue_of)
     for row in talks:
         extra = row.fields["extra_fields"]
-        row.fields["extra_fields"] = {"turn_rewards": extra["turn_rewards"]}
+        row.fields["extra_fields"] = {"turn_rewards": torch.tensor(extra["turn_rewards"])}
     assert torch.equal(advantages("turn_rloo", talks, queue_of), expected)
 
 
@@ -255,7 +255,7 @@ def test_a_filler_carries_the_fields_of_another_rollout(talks, queue_of):
     assert torch.equal(got[:-1], expected) and (got[-1] == 0).all()
 
 
-def test_the_reward_decides_and_the_rest_is_the_last_turns(talks, queue_of):
+def test_the_reward_decides_and_the_rest_is_the_last_turns(talks, queue_of, monkeypatch):
     row = talks[0].fields
     row["extra_fields"]["turn_rewards"][-1] += 2.0
     row["rm_scores"][-1] += 2.0
@@ -263,9 +263,13 @@ def test_the_reward_decides_and_the_rest_is_the_last_turns(talks, queue_of):
         warnings.simplefilter("error")
         expected = advantages("turn_rloo", copy.deepcopy(talks), queue_of)
     row["extra_fields"]["turn_rewards"][-1] -= 2.0
+    monkeypatch.setattr("counterpoise.hosts.verl.turns._SAID", [])
     with pytest.warns(UserWarning, match="rollout p0_0_0: its turn_rewards add up to .*last turn"):
         got = advantages("turn_rloo", talks, queue_of)
     torch.testing.assert_close(got, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert torch.equal(advantages("turn_rloo", talks, queue_of), got)
 
 
 def test_kl_in_the_reward_is_counted_in_its_turn(talks, policy, queue_of):

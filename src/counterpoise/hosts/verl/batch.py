@@ -36,7 +36,12 @@ def turn_fields(batch: KVBatchMeta) -> list[Fields]:
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
     )
     extra = _values(data.get("extra_fields", None)) or [None for _ in batch.keys]
-    return [{} if is_filler(tag) else (own or {}) for own, tag in zip(extra, batch.tags)]
+    return [{} if is_filler(tag) else _plain(own or {}) for own, tag in zip(extra, batch.tags)]
+
+
+def _plain(own: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as lists: an agent loop may give either."""
+    return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in own.items()}
 
 
 def token_columns(batch: KVBatchMeta, fields: Sequence[Fields]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
     turn_rewards    one number per turn
     turn_states     a key of the state before each turn, "" unknown (optional)
-    turn_scores     a score of the state after each turn, None for none (optional)
+    turn_scores     a score of the state after each turn, None or NaN for none (optional)
     turn_spans      [start, end) of each turn in the response (optional: runs of the mask)
     turn_actions, turn_replies, turn_metrics    what was said, and the environment's numbers
     end_reason, failure     why a conversation ended; a failed one is left out of the statistics
@@ -31,12 +31,15 @@ Fields = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 MAX_FAILED_FRAC = 0.5
 TOLERANCE = 1e-4
+_SAID: list[str] = []  # rollouts that a person was told about
 
 
 def is_lost(fields: Fields) -> bool:
     """Whether a rollout's environment failed, or gave a number that is none."""
-    numbers = [*(fields.get("turn_rewards") or []), *(fields.get("turn_scores") or [])]
-    is_odd = any(value is not None and not math.isfinite(value) for value in numbers)
+    is_odd = not all(map(math.isfinite, fields.get("turn_rewards") or []))
+    is_odd |= any(
+        value is not None and math.isinf(value) for value in fields.get("turn_scores") or []
+    )
     return fields.get("end_reason") in FAILED or is_odd
 
 
@@ -45,10 +48,11 @@ def check_fields(setup: Setup, keys: Sequence[str], fields: Sequence[Fields]) ->
     of turns is missing.
     """
     lost = [row for row, own in enumerate(fields) if is_lost(own)]
-    if len(lost) > MAX_FAILED_FRAC * len(fields):
+    num = sum(1 for own in fields if own)  # not verl's fillers
+    if len(lost) > MAX_FAILED_FRAC * num:
         first = fields[lost[0]].get("failure") or "a reward or score is not finite"
         raise ValueError(
-            f"the environment failed in {len(lost)} of {len(fields)} rollouts. First, rollout"
+            f"the environment failed in {len(lost)} of {num} rollouts. First, rollout"
             f" {keys[lost[0]]}: {first}. Mend the environment."
         )
     needs = "turn_scores" if "turn_score_NU" in setup.method.needs else "turn_rewards"
@@ -190,10 +194,15 @@ def _columns(read: Sequence[_Turns], width: int, like_N: Tensor) -> dict[str, Te
 
 
 def _say_gap(keys: Sequence[str], fields: Sequence[Fields], read: Sequence[_Turns]) -> None:
-    """One line where the rewards of turns are not the rollout's: the rest is the last turn's."""
+    """One line per run where the rewards of turns are not the rollout's: the rest is the last
+    turn's.
+    """
+    if _SAID:
+        return
     for key, own, turns in zip(keys, fields, read):
         given, total = sum(own.get("turn_rewards") or []), sum(turns.rewards)
         if turns.spans and own.get("turn_rewards") and abs(total - given) > TOLERANCE:
+            _SAID.append(key)
             warnings.warn(
                 f"rollout {key}: its turn_rewards add up to {given:g}, and its reward is"
                 f" {total:g}. The reward decides; the difference belongs to the last turn.",
