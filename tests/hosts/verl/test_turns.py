@@ -158,6 +158,22 @@ def test_turn_credit_by_hand(talks, queue_of):
     assert apart > 0  # turns of one rollout are told apart
 
 
+def test_turns_from_one_state_are_compared_whatever_came_before(talks, policy, queue_of):
+    """All turns but the first begin in one state of their prompt; the same name in another prompt
+    is another state.
+    """
+    batch = own_batch(talks, policy)
+    for row in talks:
+        extra = row.fields["extra_fields"]
+        extra["turn_states"] = ["first", *["later"] * (len(extra["turn_states"]) - 1)]
+    later_NU = (torch.arange(batch.turn_mask_NU.shape[1]) > 0).long().expand_as(batch.state_NU)
+    state_NU = torch.where(batch.turn_mask_NU, 2 * batch.group_N[:, None] + later_NU, -1)
+    expected = cp.method("gigpo").assign(batch.replace(state_NU=state_NU)).credit_NT
+    torch.testing.assert_close(advantages("gigpo", talks, queue_of), expected, rtol=1e-5, atol=1e-6)
+    plain = cp.method("gigpo").assign(batch).credit_NT
+    assert (expected - plain).abs().max() > 1e-2
+
+
 def test_without_turn_rewards_all_is_as_it_was(talks, policy, queue_of):
     """Turns are runs of the mask, and the reward came in the last; an empty ``turn_scores``, which
     verl's own loops leave, is none.
