@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from counterpoise.hosts.trl.batch import gather_columns
 from counterpoise.hosts.trl.live import live_columns
 from counterpoise.hosts.trl.state import credit_state
-from counterpoise.hosts.trl.turns import turn_reward
+from counterpoise.hosts.trl.told import turn_reward
 from helpers import trl_tiny, trl_turns
 
 WORLD = 2

@@ -12,6 +12,7 @@ import torch
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
 from counterpoise.hosts.trl import turn_reward
+from counterpoise.hosts.trl.ledger import Ledger
 from counterpoise.report.page import content, render
 from counterpoise.run.read import open_run
 from counterpoise.run.rollouts import read_rollouts
@@ -51,6 +52,33 @@ def test_credit_is_the_core_s_on_turns_written_down_by_hand(method, tmp_path):
     assert (output["cp_credit"][~batch.mask_NT] == 0).all()
     if method != "rloo":
         assert expected.credit_NT[expected.credit_NT != 0].unique().numel() > 32
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "turn_rloo"},
+        {"method": "crf_ntf", "method_axes": {"credit": ["turn_baseline"]}},
+        {"method": "tpo"},
+    ],
+    ids=lambda axes: axes["method"],
+)
+def test_the_environment_s_tokens_have_no_coefficient(method, tmp_path, monkeypatch):
+    """The loss does not depend on their log-probs, TRL's loss and ours."""
+    slopes, note = [], Ledger.note
+
+    def watched(self, inputs, total, logp_NT, loss):
+        (slope_NT,) = torch.autograd.grad(total, logp_NT, retain_graph=True)
+        slopes.append((slope_NT, inputs["completion_mask"] * inputs["tool_mask"]))
+        note(self, inputs, total, logp_NT, loss)
+
+    monkeypatch.setattr(Ledger, "note", watched)
+    train(tmp_path, max_steps=4, **method)
+    assert len(slopes) == 8
+    for slope_NT, mask_NT in slopes:
+        assert (mask_NT == 0).any()
+        assert (slope_NT[mask_NT == 0] == 0).all()
+    assert sum(float(slope_NT.abs().sum()) for slope_NT, _ in slopes) > 0
 
 
 def test_all_on_the_last_turn_is_credit_without_turn_rewards(tmp_path):

@@ -17,15 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import trl
 from torch import Tensor, nn
-
-try:
-    import trl
-    from trl.trainer.grpo_trainer import GRPOTrainer
-except ImportError as error:
-    raise ImportError(
-        f"counterpoise.hosts.trl needs TRL: pip install 'counterpoise[trl]' ({error})"
-    ) from error
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from counterpoise.hosts.trl.batch import (
     assign,

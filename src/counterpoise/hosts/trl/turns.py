@@ -58,9 +58,9 @@ def keep_arguments(calls: list[tuple[Any, ...]]) -> Callable[[Callable], Callabl
     """Put around a method, writes down what it is called with."""
 
     def wrap(method: Callable) -> Callable:
-        def watch(*args: object) -> object:
+        def watch(*args: object, **kwargs: object) -> object:
             calls.append(args)
-            return method(*args)
+            return method(*args, **kwargs)
 
         return watch
 
@@ -86,7 +86,7 @@ def told_rows(
     """
     if not tells_turns(trainer):
         return None
-    if trainer.tools and "env_mask" in rows[0]:
+    if getattr(trainer, "tools", None) and "env_mask" in rows[0]:
         raise ValueError(
             "rollout_func returned env_mask, and there are tools too: TRL then reads its own mask"
             " and would train on the environment's tokens. Pass tools or environment_factory, or"
