@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from counterpoise.arena.design import Arm, read_design, write_design
+from counterpoise.arena.runs import merge
+from counterpoise.catalogue.registry import method as make_method
+from counterpoise.cli.arena import arms_of
 from counterpoise.errors import ConfigError
+from counterpoise.trainer.config import load_config, parse_config
 from helpers.make_arena import make_design
 
 
@@ -72,3 +77,18 @@ def test_a_file_without_a_design_says_what_is_wrong(tmp_path):
     (tmp_path / "design.json").write_text(json.dumps(stored | {"schema": 2}))
     with pytest.raises(ConfigError, match="schema 2"):
         read_design(tmp_path)
+
+
+CLAIMS = sorted((Path(__file__).parents[2] / "benchmarks" / "claims").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CLAIMS, ids=lambda path: path.stem)
+def test_the_arms_of_planned_claims_can_train(file: Path) -> None:
+    arms = arms_of([], file)
+    recipe = load_config("demo", []).model_dump(mode="json", exclude_unset=True)
+    for arm in arms:
+        config = parse_config(merge(recipe, arm.settings))
+        method, rollouts = make_method(**config.method), config.rollouts
+        method.check_group_size(rollouts.group_size, arm.name)
+        method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
+        assert arm.control is None or arm.control in {other.name for other in arms}

@@ -8,15 +8,25 @@ import math
 import pytest
 import torch
 
+from counterpoise.arena.batch import bench_of, train_batch
+from counterpoise.arena.crew import Crew
+from counterpoise.arena.member import Member
+from counterpoise.arena.stack import stack_of
+from counterpoise.catalogue.registry import method as make_method
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import load_model
 from counterpoise.policy.load import BUNDLED
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import RolloutSampler
-from counterpoise.trainer.config import Config, load_config
+from counterpoise.trainer.config import Config, ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.types import RolloutBatch
 
+SMALL = {
+    "task": {"name": "arithmetic", "difficulty": "easy"},
+    "rollouts": {"prompts": 3, "group_size": 4, "max_new_tokens": 48},
+    "optimizer": {"updates_per_batch": 1},
+}
 REGIMES = ("fixed_phrasing", "varied_phrasing", "rare_success", "long_answers")
 
 
@@ -90,3 +100,48 @@ def test_every_bundled_start_has_the_same_tokenizer_and_is_small(name):
     assert policy.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     assert sum(p.numel() for p in policy.model.parameters()) < 800_000
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in policy.model.parameters())
+
+
+def test_a_forked_group_draws_its_opening_together() -> None:
+    plain = parse_config(SMALL)
+    forked = parse_config({**SMALL, "rollouts": {**SMALL["rollouts"], "fork_tokens": 6}})
+    before, after = rollouts_of(plain).batch, rollouts_of(forked).batch
+    groups = after.token_ids_NT.view(3, 4, -1)
+    assert (groups[:, :, :6] == groups[:, :1, :6]).all()
+    assert all(len(group[:, 6:].unique(dim=0)) > 1 for group in groups)
+    torch.testing.assert_close(
+        after.sampler_logp_NT.view(3, 4, -1)[:, :, :6],
+        after.sampler_logp_NT.view(3, 4, -1)[:, :1, :6].expand(-1, 4, -1),
+    )
+    firsts = before.token_ids_NT.view(3, 4, -1)[:, 0]
+    width = min(firsts.shape[1], groups.shape[2])
+    assert (firsts[:, :width] == groups[:, 0, :width]).all()  # the first of each group is as it was
+
+
+def test_members_of_a_stack_fork_as_the_trainer_does() -> None:
+    config = parse_config(
+        {**SMALL, "device": "cpu", "rollouts": {**SMALL["rollouts"], "fork_tokens": 6}}
+    )
+    policy, method = load_model("bundled"), make_method(**config.method)
+    crew = Crew(policy, task(**config.task), config, 0)
+    outcome = train_batch(bench_of(stack_of(policy.model, 1), crew), [Member(config, method)], 0)
+    crew.close()
+    texts, batch = outcome.collected.texts, rollouts_of(config).batch
+    own = [ids[m].tolist() for ids, m in zip(texts.response_SNT[0], texts.mask_SNT[0])]
+    assert own == [ids[m].tolist() for ids, m in zip(batch.token_ids_NT, batch.mask_NT)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollouts": {"fork_tokens": 96}}, "fork_tokens must be below max_new_tokens"),
+        (
+            {"task": "guess", "rollouts": {"fork_tokens": 2, "max_new_tokens": 8}},
+            "turns are drawn apart",
+        ),
+    ],
+)
+def test_forks_that_cannot_be_are_refused(tmp_path, changes, message) -> None:
+    config = parse_config({"run_dir": str(tmp_path / "run"), **changes})
+    with pytest.raises(ConfigError, match=message):
+        train(config)

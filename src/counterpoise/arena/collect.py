@@ -21,7 +21,7 @@ from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Asked, Texts, pad_questions, stack_logp, texts_of
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.sampling import SAMPLED
-from counterpoise.sampling.draw import uniforms
+from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.sampling.slots import Columns, Settings
 
 TOPK = 20  # candidates per token where a method reads them, as ``sample`` takes them
@@ -106,6 +106,7 @@ def sample_stack(
     seeds = [derived_seed(member.seed, batch_number, "rollouts/0") for member in members]
     num, device = rollouts.prompts * rollouts.group_size, bench.stack.theta_SP.device
     uniform_BT = member_uniforms(seeds, num, settings.max_new_tokens, device)
+    uniform_BT = share_openings(uniform_BT, rollouts.group_size, rollouts.fork_tokens)
     return bench.sampler.fill(asked, rollouts.group_size, uniform_BT, settings)
 
 

@@ -35,7 +35,7 @@ from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import check_prompts
+from counterpoise.trainer.collect import check_forks, check_prompts
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 
@@ -102,6 +102,7 @@ def opened(
     crew = Crew(policy, task, config, spare if num_workers is None else num_workers)
     try:
         check_prompts(policy, task, config)
+        check_forks(config, is_environment(task))
         policy.model.to(device)  # pyright: ignore[reportArgumentType]
         methods = {}
         for arm in design.arms:

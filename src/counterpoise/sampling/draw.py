@@ -41,6 +41,19 @@ def uniforms(seed: int | Tensor, streams: Sequence[int] | Tensor, num: int) -> T
     return ((philox(seed_N, stream_N, num) >> 11) & (1 << 53) - 1).double() * 2.0**-53
 
 
+def share_openings(uniform_NT: Tensor, group_size: int, num: int) -> Tensor:
+    """Random streams with which the rollouts of a prompt draw their first ``num`` tokens alike.
+
+    Every opening is drawn from the policy as any other; it is the same for the whole group.
+
+    >>> share_openings(torch.tensor([[0.1, 0.2], [0.3, 0.4]]), 2, 1)
+    tensor([[0.1000, 0.2000],
+            [0.1000, 0.4000]])
+    """
+    first_NF = uniform_NT[::group_size, :num].repeat_interleave(group_size, 0)
+    return torch.cat([first_NF, uniform_NT[:, num:]], 1)
+
+
 def _words(values: Sequence[int]) -> Tensor:
     """Whole numbers modulo 2^64, as the int64 with the same bits."""
     bits = [value & (1 << 64) - 1 for value in values]

@@ -15,6 +15,7 @@ from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.precision import autocast
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
+from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.stage import call
 from counterpoise.tasks import Grades, Task, grade
 from counterpoise.trainer.config import Config, ConfigError
@@ -56,6 +57,21 @@ def check_start(task: Task, seed: int, prompts: list[Prompt]) -> None:
             f"task: prompts('train', {seed}, start=1) begins with {later.id!r}, and the second"
             f" prompt from start=0 is {prompts[1].id!r}. Prompt k must depend on split, seed and k"
             " alone."
+        )
+
+
+def check_forks(config: Config, has_turns: bool) -> None:
+    """Openings that a group shares end before the response does, and belong to one turn."""
+    num, most = config.rollouts.fork_tokens, config.rollouts.max_new_tokens
+    if num >= most:
+        raise ConfigError(
+            f"rollouts: fork_tokens must be below max_new_tokens ({most}), got {num}. The rollouts"
+            " of a prompt would all be the same."
+        )
+    if num and has_turns:
+        raise ConfigError(
+            f"rollouts: fork_tokens is {num}, and the task is an environment, whose turns are"
+            " drawn apart. Set it to 0."
         )
 
 
@@ -183,6 +199,7 @@ class RolloutSampler:
             top_k=settings.top_k,
             max_rows=settings.max_rows or len(prompt_ids) * settings.group_size,
             needs=self.needs,
+            uniform_NT=self._uniforms(len(prompt_ids), purpose),
         )
         self.num_rounds += 1
         index_N = rollouts.prompt_index_N
@@ -238,6 +255,16 @@ class RolloutSampler:
 
     def _encode(self, texts: list[str], limit: int) -> list[list[int]]:
         return encode_prompts(self.policy, texts, chat=self.config.chat, max_prompt_tokens=limit)
+
+    def _uniforms(self, num_prompts: int, purpose: str) -> Tensor | None:
+        """Random streams of groups that share their openings; None where none does."""
+        settings = self.config.rollouts
+        if not settings.fork_tokens:
+            return None
+        seed = derived_seed(self.config.seed, self.batch_number, purpose)
+        rows = range(num_prompts * settings.group_size)
+        uniform_NT = uniforms(seed, rows, settings.max_new_tokens)
+        return share_openings(uniform_NT, settings.group_size, settings.fork_tokens)
 
     def _sample(self, prompt_ids: list[list[int]], *, purpose: str, **settings: Any) -> Rollouts:
         return sample_from(

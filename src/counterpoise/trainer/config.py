@@ -32,6 +32,9 @@ class Rollouts(Section):
     """Rollouts per prompt."""
     max_new_tokens: int = Field(default=96, ge=1)
     """Longest response, in tokens; with an environment, of all turns together."""
+    fork_tokens: int = Field(default=0, ge=0)
+    """Rollouts of a prompt draw their first tokens together, so many of them; each goes on alone
+    from there. 0 draws all of them apart."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Longest prompt, in tokens; a longer one is an error."""
     temperature: float = Field(default=1.0, gt=0)

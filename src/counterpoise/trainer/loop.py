@@ -28,6 +28,7 @@ from counterpoise.tasks import Task
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import (
     RolloutSampler,
+    check_forks,
     check_prompts,
     check_scores,
     collect,
@@ -88,6 +89,7 @@ def train(
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_scores(method, is_environment(task))
+    check_forks(config, is_environment(task))
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
