@@ -102,7 +102,7 @@ class Stage:
         for name in params:
             if name not in known:
                 raise ValueError(f"{self.name} has no parameter {name!r}. {self._hint(name)}")
-        new = {key: as_stage(value) if callable(value) else value for key, value in params.items()}
+        new = {key: _with_stages(value) for key, value in params.items()}
         return dataclasses.replace(self, params={**self.params, **new})
 
     def _hint(self, unknown: str) -> str:
@@ -138,8 +138,14 @@ class Stage:
 
     @property
     def nested(self) -> list[Stage]:
-        """The stages among its parameters."""
-        return [value for value in self.params.values() if isinstance(value, Stage)]
+        """The stages among its parameters, alone or in a list, and those among theirs."""
+        own = [
+            inner
+            for value in self.params.values()
+            for inner in (value if isinstance(value, (list, tuple)) else (value,))
+            if isinstance(inner, Stage)
+        ]
+        return [part for inner in own for part in (inner, *inner.nested)]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -231,6 +237,8 @@ def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
     stage = named_stage(family, known, name)
     if "rule" in params:
         params["rule"] = build(family, known, params["rule"])
+    if isinstance(params.get("rules"), (list, tuple)):
+        params["rules"] = tuple(build(family, known, rule) for rule in params["rules"])
     missing = [
         key
         for key, default in stage.parameters.items()
@@ -277,9 +285,25 @@ def describe(known: Mapping[str, Stage], stage: Stage) -> dict[str, Any]:
         f"{stage.fn.__module__}:{stage.fn.__qualname__}",
     )
     return {"name": name} | {
-        key: describe(known, value) if isinstance(value, Stage) else value
-        for key, value in stage.params.items()
+        key: _describe_value(known, value) for key, value in stage.params.items()
     }
+
+
+def _describe_value(known: Mapping[str, Stage], value: Any) -> Any:
+    if isinstance(value, Stage):
+        return describe(known, value)
+    if isinstance(value, (list, tuple)):
+        return [_describe_value(known, one) for one in value]
+    return value
+
+
+def _with_stages(value: Any) -> Any:
+    """A parameter's value, functions in it as stages."""
+    if callable(value):
+        return as_stage(value)
+    if isinstance(value, (list, tuple)) and any(map(callable, value)):
+        return tuple(map(_with_stages, value))
+    return value
 
 
 @functools.cache

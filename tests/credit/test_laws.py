@@ -47,6 +47,7 @@ NEUTRAL = [
     rules.keep_mass(rule=rules.uniform, per_side=True),
     rules.only_positive(rule=rules.uniform),
     rules.only_negative(rule=rules.uniform),
+    rules.mix(rules=(rules.uniform,), weights=(1.0,)),
 ]
 
 
@@ -87,6 +88,7 @@ EVERY_RULE = [
     rules.keep_mass(rule=rules.conflict(), per_side=True),
     rules.only_positive(rule=rules.ktae()),
     rules.only_negative(rule=rules.negative_token_filter(fraction=0.4)),
+    rules.mix(rules=(rules.ktae(), rules.top_entropy(fraction=0.4)), weights=(0.3, -2.0)),
 ]
 
 
@@ -260,7 +262,7 @@ def test_the_table_binds_builds_and_pickles():
     )
     batch = batch.replace(turn_score_NU=torch.ones(2, 1))
     credit_NT = spread([1.0, -1.0], batch)
-    nests = {"keep_mass", "even_mass", "only_positive", "only_negative"}
+    nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}
     for name in set(rules.RULES) - {"delta", "value_baseline", *nests}:
         rule = build("credit rule", rules.RULES, {"name": name})
         assert torch.equal(
@@ -319,6 +321,23 @@ BAD = [
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),
+    (rules.mix, {"rules": (), "weights": ()}, "mix: rules must be a list of one or more credit"),
+    (rules.mix, {"rules": ("ktae",), "weights": (1,)}, "mix: rule must be a credit rule"),
+    (
+        rules.mix,
+        {"rules": (rules.uniform, rules.ktae), "weights": (1.0,)},
+        "mix: weights must be a list of 2 numbers, one per rule, got (1.0,)",
+    ),
+    (
+        rules.mix,
+        {"rules": (rules.uniform,), "weights": ("half",)},
+        "mix: weights[0] must be a finite number, got 'half'",
+    ),
+    (
+        rules.mix,
+        {"rules": (rules.value_baseline(),), "weights": (1.0,)},
+        "mix: a rule with memory cannot be nested",
+    ),
 ]
 
 

@@ -81,6 +81,7 @@ RULES = {
     "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),
     "only_negative": Rule({"rule": "top_entropy"}),
+    "mix": Rule({"rules": ["uniform", "top_entropy"], "weights": [0.25, 0.75]}),
 }
 
 LOSSES = {

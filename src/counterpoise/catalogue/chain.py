@@ -43,6 +43,7 @@ def apply_rules(
     credit_NT, advantage_NT = torch.where(batch.mask_NT, advantage_N[:, None], 0), None
     for rule, state, generator in zip(rules, states, generators, strict=True):
         before_NT, memory = credit_NT, () if rule.init is None else (state,)
+        drawn_from = generator.get_state()
         out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
         credit_NT, new_state = out if memory else (out, None)
         after.append(new_state)
@@ -50,7 +51,12 @@ def apply_rules(
         if rule.has("assigns_turns"):
             advantage_NT, advantage_NU = credit_NT, _turn_advantage(credit_NT, batch)
         if report:
-            metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, new_state, reduce)
+            offers = {
+                "state": new_state,
+                "reduce": reduce,
+                "generator": generator.set_state(drawn_from),  # a report may draw as its rule did
+            }
+            metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, offers)
     against_NT = advantage_N[:, None] if advantage_NT is None else advantage_NT
     weight_NT = weight(credit_NT, against_NT, batch.mask_NT)
     return Chain(credit_NT, weight_NT, advantage_NU, after, metrics)
@@ -94,11 +100,12 @@ def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def _rule_metrics(
-    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, state: Any, reduce: Reduce
+    rule: Stage, before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, offers: dict[str, Any]
 ) -> dict[str, float]:
     """What a rule did: share of credited tokens kept, mass sum|credit| after / before, log-prob of
     kept and dropped; then its own report.
     """
+    reduce: Reduce = offers["reduce"]
     had_NT, has_NT = (before_NT != 0) & batch.mask_NT, (after_NT != 0) & batch.mask_NT
     mass_before, mass_after = reduce.sum(before_NT.abs().sum()), reduce.sum(after_NT.abs().sum())
     metrics = {
@@ -108,6 +115,5 @@ def _rule_metrics(
         "dropped_logp": masked_mean(batch.sampler_logp_NT, had_NT & ~has_NT, reduce),
     }
     if rule.report:
-        offers = {"state": state, "reduce": reduce, **rule.settings}
-        metrics |= call(rule.report, before_NT, after_NT, batch, **offers)
+        metrics |= call(rule.report, before_NT, after_NT, batch, **offers, **rule.settings)
     return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}

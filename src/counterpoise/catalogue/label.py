@@ -23,6 +23,8 @@ def label(method: str | Mapping[str, Any]) -> str:
     'dapo, credit delta(top=3)'
     >>> label({"name": "dapo", "loss": {"clip_high": 0.3}})
     'dapo, loss clip_high=0.3'
+    >>> label({"name": "dapo", "credit": {"name": "mix", "rules": ["uniform", "ktae"]}})
+    'dapo, credit mix(rules=[uniform, ktae])'
     """
     given = {"name": method} if isinstance(method, str) else method
     name = str(given.get("name", ""))
@@ -58,6 +60,8 @@ def _stages(spec: object) -> list[dict[str, Any]]:
     for stage in named:
         if isinstance(stage.get("rule"), str):
             stage["rule"] = {"name": stage["rule"]}
+        if isinstance(stage.get("rules"), (list, tuple)):
+            stage["rules"] = _stages(stage["rules"])
     return named
 
 
@@ -70,4 +74,6 @@ def _value(value: object) -> str:
     """A nested stage as such, anything else as JSON would write it."""
     if isinstance(value, Mapping) and "name" in value:
         return _text(value)
+    if isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value):
+        return f"[{', '.join(map(_value, value))}]"
     return str(value) if isinstance(value, (str, float, int)) else json.dumps(value, default=str)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from counterpoise.credit.align import edit_credit, edit_distance, nearest_correct
 from counterpoise.credit.association import ktae
-from counterpoise.credit.combine import even_mass, keep_mass, only_negative, only_positive
+from counterpoise.credit.combine import even_mass, keep_mass, mix, only_negative, only_positive
 from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.edits import edits
@@ -57,6 +57,7 @@ RULES: dict[str, Stage] = {
     "even_mass": even_mass,
     "only_positive": only_positive,
     "only_negative": only_negative,
+    "mix": mix,
 }
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "keep_mass",
     "kl_penalty",
     "ktae",
+    "mix",
     "mt_grpo",
     "nearest_correct",
     "negative_mass",

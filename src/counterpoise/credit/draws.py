@@ -30,14 +30,14 @@ def token_keys(batch: TokenBatch, generator: torch.Generator | None = None) -> T
     """
     salt = int(torch.randint(2**62, (), generator=generator, dtype=torch.long))
     position_NT = batch.mask_NT.cumsum(1) - 1
-    token_NT = mix(mix(batch.token_ids_NT.long() + salt) + position_NT)
-    rollout_N = mix(
-        torch.where(batch.mask_NT, token_NT, 0).sum(1) + mix(batch.group_N.long() + salt)
+    token_NT = scramble(scramble(batch.token_ids_NT.long() + salt) + position_NT)
+    rollout_N = scramble(
+        torch.where(batch.mask_NT, token_NT, 0).sum(1) + scramble(batch.group_N.long() + salt)
     )
-    return mix(rollout_N[:, None] + position_NT) & (2**63 - 1)
+    return scramble(rollout_N[:, None] + position_NT) & (2**63 - 1)
 
 
-def mix(value: Tensor) -> Tensor:
+def scramble(value: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014); int64 products wrap, right shifts are
     made logical by a mask.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.credit.draws import mix
+from counterpoise.credit.draws import scramble
 from counterpoise.errors import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index, prefix_nodes, row_mask
@@ -79,7 +79,7 @@ def _replies(columns: _Columns) -> Tensor:
     first word.
     """
     ids_NT, mask_NT, is_row_NT, _ = columns
-    said_NT = mix(mix(ids_NT) + is_row_NT.cumsum(1))
+    said_NT = scramble(scramble(ids_NT) + is_row_NT.cumsum(1))
     return torch.where(is_row_NT & ~mask_NT, said_NT, 0).cumsum(1)
 
 

@@ -225,7 +225,8 @@ def candidates(
     """The K best candidates of each token, from the hidden states and the LM head."""
     assert scores is not None
     assert scores.hidden_NTD is not None
-    head, asked = head_of(trainer), [rule.params.get("topk") for rule in setup.method.rules]
+    parts = [part for rule in setup.method.rules for part in (rule, *rule.nested)]
+    head, asked = head_of(trainer), [part.params.get("topk") for part in parts]
     best = head_scores(
         scores.hidden_NTD[mask_NT].to(head.weight_VD.dtype),
         ids_NT[mask_NT],
