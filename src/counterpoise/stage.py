@@ -49,6 +49,8 @@ FACTS = {
     " groups is the gradient of the expected reward",
 }
 
+NESTED = ("rule", "order")  # parameters that are stages of the same axis
+
 OWN = "your.module:function"  # what a name may be besides those that are known
 
 Function = Callable[..., Any]
@@ -235,10 +237,9 @@ def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:
     check_keys(family, spec)
     name, params = spec["name"], {key: value for key, value in spec.items() if key != "name"}
     stage = named_stage(family, known, name)
-    if "rule" in params:
-        params["rule"] = build(family, known, params["rule"])
     if isinstance(params.get("rules"), (list, tuple)):
         params["rules"] = tuple(build(family, known, rule) for rule in params["rules"])
+    params |= {key: build(family, known, params[key]) for key in NESTED if key in params}
     missing = [
         key
         for key, default in stage.parameters.items()

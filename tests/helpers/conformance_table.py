@@ -112,6 +112,7 @@ REDUCTIONS = {
 PLANS = {
     "query_preserved": PlanRow(whole_prompts=True),
     "reward_balanced": PlanRow({"mode": "groups"}, covers=False, whole_prompts=True),
+    "dynamic_sampling": PlanRow({"order": "query_preserved"}, covers=False, whole_prompts=True),
     "random_rows": PlanRow(),
     "length_sorted": PlanRow(),
     "round_robin": PlanRow(),

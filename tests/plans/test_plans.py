@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import counterpoise as cp
+from counterpoise.errors import ConfigError
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit, is_ready, manifest, quota
 from counterpoise.stage import call
+from counterpoise.types import Prompt, RolloutBatch
 from helpers import reference_batches as reference
 from helpers.reference_batches import batch_of, prompts
 from helpers.strategies import ragged_batches
@@ -53,7 +56,7 @@ def test_plans_hold_no_row_twice_and_no_empty_step(name, params, batch, num_upda
     assert set(rows) <= set(range(batch.num_rollouts))
     assert min(map(len, updates)) > 0
     assert all(torch.equal(update, update.sort().values) for update in updates)
-    if name != "reward_balanced":
+    if name not in ("reward_balanced", "dynamic_sampling"):
         assert len(rows) == batch.num_rollouts
     if name in ("random_rows", "length_sorted", "round_robin") or params.get("mode") == "buffer":
         assert max(map(len, updates)) - min(map(len, updates)) <= 1
@@ -402,3 +405,89 @@ def test_audit_takes_a_plan_of_a_method():
 def test_plans_pickle(name):
     stage = PLANS[name]
     assert pickle.loads(pickle.dumps(stage())) == stage
+
+
+# ---- dynamic sampling
+
+
+class Stream:
+    """Rounds of two prompts with two rollouts each, by their rewards."""
+
+    def __init__(self, *rounds: Sequence[float]) -> None:
+        self.rounds, self.num = list(rounds), 0
+
+    def more(self) -> RolloutBatch:
+        reward = self.rounds[self.num]
+        self.num += 1
+        prompts = [Prompt(f"{self.num}{k}", "") for k in range(2)]
+        batch = cp.TokenBatch.from_lists(
+            [[1]] * 4, group=[0, 0, 1, 1], reward=reward, sampler_logp=[[-0.1]] * 4
+        )
+        texts = [f"{prompts[g].id}" for g in (0, 0, 1, 1)]
+        return RolloutBatch(prompts, [[1]] * 4, texts, ["stop"] * 4, batch, 0, [])
+
+
+def filled(stream, **params):
+    stage = PLANS["dynamic_sampling"](**params)
+    assert stage.collect is not None
+    return call(stage.collect, stream.more(), stream, **stage.settings)
+
+
+def test_dynamic_sampling_fills_the_batch_and_drops_the_surplus():
+    """Round 1 has no mixed prompt, round 2 one, round 3 two: of those the first fills the batch of
+    two, and the second is dropped. The plan then takes the two mixed ones.
+    """
+    stream = Stream([1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 1], [1, 0, 1, 0])
+    rollouts = filled(stream, max_rounds=5)
+    assert stream.num == 3
+    assert [prompt.id for prompt in rollouts.prompts] == ["10", "11", "20", "21", "30"]
+    assert rollouts.texts == ["10", "10", "11", "11", "20", "20", "21", "21", "30", "30"]
+    plan = cp.method("dapo", plan="dynamic_sampling").plan(rollouts.batch, num_updates=1)
+    assert [update.tolist() for update in plan] == [[4, 5, 8, 9]]
+
+
+def test_dynamic_sampling_goes_by_success_and_not_by_a_shaped_reward():
+    """Both solved, one longer than the other: rewards 1 and 0.6 are two successes."""
+    rounds = [1, 0.6, 0, 1], [1, 0, 1, 1]
+    assert len(filled(Stream(*rounds), max_rounds=2).prompts) == 3
+    assert len(filled(Stream(*rounds), max_rounds=2, metric="reward").prompts) == 2
+
+
+def test_dynamic_sampling_that_cannot_fill_the_batch_says_what_to_do():
+    stream = Stream([1, 1, 0, 0], [0, 1, 1, 1])
+    with pytest.raises(ConfigError, match="2 rounds gave 1 of 2 prompts .* raise max_rounds"):
+        filled(stream, max_rounds=2)
+
+
+def test_one_rollout_per_prompt_is_kept():
+    table = torch.arange(4), torch.tensor([1.0, 1, 1, 0]), torch.ones(4)
+    (update,) = planned("dynamic_sampling", table, 1)
+    assert update.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ["random_rows", "query_preserved", "round_robin"])
+@many
+@given(batch=ragged_batches(max_groups=6, max_group_size=4), seed=st.integers(0, 3))
+def test_dynamic_sampling_cuts_the_mixed_prompts_as_its_order_does(order, batch, seed):
+    success = batch.is_success_N.tolist()
+    mixed = [
+        row
+        for row, group in enumerate(batch.group_N.tolist())
+        for own in [[success[k] for k in range(len(success)) if batch.group_N[k] == group]]
+        if len(own) == 1 or 0 < sum(own) < len(own)
+    ]
+    if len({int(batch.group_N[row]) for row in mixed}) < 2:
+        return
+    table = batch.group_N, batch.reward_N, batch.length_N
+    rest = [column[mixed] for column in table]
+    updates = planned("dynamic_sampling", table, 2, seed, order=PLANS[order])
+    inner = planned(order, rest, 2, seed)
+    assert [u.tolist() for u in updates] == [[mixed[k] for k in u.tolist()] for u in inner]
+
+
+def test_one_round_of_dynamic_sampling_samples_nothing_more():
+    plan = {"name": "dynamic_sampling", "max_rounds": 1, "order": "query_preserved"}
+    method = cp.method("dapo", plan=plan)
+    assert method.collectors == [] and method.planner.has("keeps_prompts_whole")
+    assert cp.method(**method.describe()).describe() == method.describe()
+    assert method.label == "dapo, plan dynamic_sampling(max_rounds=1, order=query_preserved)"

@@ -454,6 +454,18 @@ def test_the_buffer_fills_until_both_signs_are_there(tmp_path):
     assert row["plan/rows_left_out"] == row["rollouts/num"] - 16
 
 
+def test_dynamic_sampling_trains_on_mixed_prompts_alone(tmp_path):
+    plan = {"name": "dynamic_sampling", "max_rounds": 8}
+    config = parse_config(small(tmp_path, num_batches=2, method={"name": "dapo", "plan": plan}))
+    train(config)
+    size, group = config.rollouts.prompts, config.rollouts.group_size
+    for row in metrics(config.run_dir):
+        assert row["sampling/prompts"] == size * row["sampling/rounds"]
+        assert row["sampling/kept_frac"] == size / row["sampling/prompts"]
+        assert row["plan/rows_left_out"] == row["rollouts/num"] - size * group
+    assert max(row["sampling/rounds"] for row in metrics(config.run_dir)) > 1
+
+
 def test_lora_trains_adapters_alone_and_resumes(tmp_path):
     config = parse_config(small(tmp_path, num_batches=2, lora={"r": 4, "alpha": 8}))
     train(config)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
+from counterpoise.stage import NESTED
 
 
 def label(method: str | Mapping[str, Any]) -> str:
@@ -58,10 +59,11 @@ def _stages(spec: object) -> list[dict[str, Any]]:
     specs = spec if isinstance(spec, (list, tuple)) else [] if spec is None else [spec]
     named = [dict(one) if isinstance(one, Mapping) else {"name": one} for one in specs]
     for stage in named:
-        if isinstance(stage.get("rule"), str):
-            stage["rule"] = {"name": stage["rule"]}
         if isinstance(stage.get("rules"), (list, tuple)):
             stage["rules"] = _stages(stage["rules"])
+        for key in NESTED:
+            if isinstance(stage.get(key), str):
+                stage[key] = {"name": stage[key]}
     return named
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
+from counterpoise.plans.dynamic import dynamic_sampling, is_mixed
 from counterpoise.plans.orders import (
     check_plan,
     length_sorted,
@@ -16,6 +17,7 @@ from counterpoise.stage import Stage
 PLANS: dict[str, Stage] = {
     "query_preserved": query_preserved,
     "reward_balanced": reward_balanced,
+    "dynamic_sampling": dynamic_sampling,
     "random_rows": random_rows,
     "length_sorted": length_sorted,
     "round_robin": round_robin,
@@ -26,6 +28,8 @@ __all__ = [
     "Audit",
     "audit",
     "check_plan",
+    "dynamic_sampling",
+    "is_mixed",
     "is_ready",
     "length_sorted",
     "manifest",

@@ -37,7 +37,7 @@ from counterpoise.trainer.collect import (
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.interrupt import stop_requests
-from counterpoise.trainer.metrics import batch_metrics
+from counterpoise.trainer.metrics import batch_metrics, sampling_metrics
 from counterpoise.trainer.progress import Clock, Progress
 from counterpoise.trainer.resume import Changes, changed_settings, continue_run, with_sampler
 from counterpoise.trainer.trackers import check_trackers, open_trackers
@@ -172,6 +172,7 @@ def train_policy(
                 "batch": batch_number,
                 **batch_metrics(collected, credit, plan, updates, config.success),
                 "reward/flat_batches": num_flat,
+                **sampling_metrics(method, sampler, collected.batch, plan),
                 **ledger.metrics,
             }
             warnings = batch_warnings(collected, credit, metrics, config.success)

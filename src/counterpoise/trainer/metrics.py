@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import groups, masked_mean
 from counterpoise.maths.turns import turns
 from counterpoise.plans import plan_metrics
 from counterpoise.run.schema import END_REASONS
+from counterpoise.trainer.collect import RolloutSampler
 from counterpoise.trainer.update import Update
-from counterpoise.types import Conversation, Credit, Plan, RolloutBatch
+from counterpoise.types import Conversation, Credit, Plan, RolloutBatch, TokenBatch
 
 NUM_TURNS = 8  # the first turns have numbers of their own
 
@@ -49,6 +51,22 @@ def rollout_metrics(collected: RolloutBatch, success: float) -> dict[str, float]
         "rollouts/num_tokens": int(batch.mask_NT.sum()),
         "entropy/mean": float(masked_mean(batch.entropy_NT, batch.mask_NT)),
         "grader/num_failures": collected.num_grader_failures,
+    }
+
+
+def sampling_metrics(
+    method: Method, sampler: RolloutSampler, batch: TokenBatch, plan: Plan
+) -> dict[str, float]:
+    """What a method that samples more sampled, and how much of it is in an update; empty for
+    others.
+    """
+    if not method.collectors:
+        return {}
+    row_R = torch.cat(list(plan)).to(batch.group_N.device)
+    return {
+        "sampling/rounds": sampler.num_rounds,
+        "sampling/prompts": sampler.num_prompts,
+        "sampling/kept_frac": len(batch.group_N[row_R].unique()) / sampler.num_prompts,
     }
 
 

@@ -47,6 +47,7 @@ def test_a_sound_setting_passes():
     [
         ({"credit": {"corrections": 2}}, "edits"),
         ({"plan": {"name": "reward_balanced", "mode": "buffer"}}, "reward_balanced"),
+        ({"plan": "dynamic_sampling"}, "dynamic_sampling"),
     ],
 )
 def test_a_stage_that_samples_more(axes, stage):
