@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.maths.concentration import concentration
 from counterpoise.maths.reduce import Reduce, check_finite, masked_mean
 from counterpoise.maths.turns import by_turn, turns
 from counterpoise.stage import Stage, call
@@ -57,6 +58,9 @@ def apply_rules(
                 "generator": generator.set_state(drawn_from),  # a report may draw as its rule did
             }
             metrics |= _rule_metrics(rule, before_NT, credit_NT, batch, offers)
+    if report:
+        shape = concentration(credit_NT, batch.mask_NT, reduce)
+        metrics |= {f"credit/{key}": float(value) for key, value in shape.items()}
     against_NT = advantage_N[:, None] if advantage_NT is None else advantage_NT
     weight_NT = weight(credit_NT, against_NT, batch.mask_NT)
     return Chain(credit_NT, weight_NT, advantage_NU, after, metrics)
