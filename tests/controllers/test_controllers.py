@@ -8,7 +8,7 @@ import torch
 
 import counterpoise as cp
 from counterpoise.advantages import fade as fade_advantage
-from counterpoise.controllers import CONTROLLERS, entropy_target, fade
+from counterpoise.controllers import CONTROLLERS, entropy_target, fade, stare
 from helpers.reference_batches import on_ranks
 
 
@@ -195,6 +195,63 @@ def test_fade_bad_parameters(params, message):
         after(rollouts([1, 0], 1.0), **params)
     with pytest.raises(ValueError, match="fade has no parameter 'speed'"):
         fade(speed=1)
+
+
+def steered(entropies, **params):
+    """The factors that STARE uses for batches of these entropies, one after another."""
+    controller = stare(**params)
+    state, used = controller.start(), []
+    for entropy in entropies:
+        control = controller(json.loads(json.dumps(state)), rollouts([1, 0], entropy))
+        state, used = control.state, [*used, tuple(control.settings["credit"].values())]
+    return used
+
+
+def test_stare_boosts_only_below_the_target():
+    assert steered([0.29, 0.3, 0.31]) == [(1.1, 1.0), (1.0, 1.0), (1.0, 1.0)]
+    assert steered([0.29, 0.31], damp=0.9) == [(1.1, 0.9), (1.0, 1.0)]
+
+
+def test_adaptive_stare_moves_its_factors_by_the_sign_of_the_gap():
+    moved = steered([0.1, 0.1, 0.9, 0.1, 0.3, 0.1], adaptive=True, damp=0.9)
+    expected = [(1.11, 0.89), (1.12, 0.88), (1, 1), (1.12, 0.88), (1, 1), (1.13, 0.87)]
+    assert [pair for both in moved for pair in both] == pytest.approx(
+        [pair for both in expected for pair in both]
+    )
+    assert steered([0.1] * 60, adaptive=True, damp=0.9)[-1] == (1.5, 0.5)
+    assert steered([0.9] * 60 + [0.1], adaptive=True, damp=0.9)[-1] == pytest.approx((1.01, 0.99))
+    assert steered([0.1] * 3, adaptive=True)[-1] == pytest.approx((1.13, 1.0))
+
+
+def test_stare_as_a_method_changes_the_most_surprising_rewarded_tokens():
+    batch = cp.TokenBatch.from_lists(
+        [[1, 2, 3, 4], [5]],
+        group=[0, 0],
+        reward=[1, 0],
+        sampler_logp=[[-0.1, -2.0, -0.5, -3.0], [-9.0]],
+        entropy=[[0.1] * 4, [0.1]],
+        dtype=torch.float64,
+    )
+    method = cp.method("stare", credit={"share": 0.25})
+    weight_NT = method.assign(batch).weight_NT
+    assert weight_NT.tolist() == [pytest.approx([1, 1, 1, 1.1]), [1, 0, 0, 0]]
+    undecided = method.assign(batch.replace(entropy_NT=batch.column("entropy_NT") + 1))
+    assert undecided.weight_NT.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    assert undecided.metrics["controller/stare/is_on"] == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"target": -0.1}, "target must be a number >= 0, got -0.1"),
+        ({"boost": 2.0}, "boost must be a number >= 1 and <= 1.5, got 2.0"),
+        ({"damp": 0.1}, "damp must be a number >= 0.5 and <= 1 or None, got 0.1"),
+        ({"step": 0}, "step must be a number > 0, got 0"),
+    ],
+)
+def test_stare_bad_parameters(params, message):
+    with pytest.raises(ValueError, match=f"stare controller: {message}"):
+        steered([0.1], **params)
 
 
 HOLD = {"path": "advantage.positive", "start": 0.5, "lo": 0.0, "hi": 1.0, "rate": 0.25}

@@ -42,6 +42,7 @@ NEUTRAL = [
     rules.soften_negatives(kappa=0.0),
     rules.negative_mass(factor=1.0),
     rules.negatives(mass=1.0, location=0.0),
+    rules.surprisal_boost(boost=1.0, damp=1.0),
     rules.even_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform, per_side=True),
@@ -83,6 +84,7 @@ EVERY_RULE = [
     rules.soften_negatives(kappa=0.5),
     rules.negative_mass(factor=0.3),
     rules.negatives(mass=0.3, location=0.7),
+    rules.surprisal_boost(share=0.4, damp=0.5),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -189,6 +191,7 @@ KEEPS_SIGN = (
     "soften_negatives",
     "negative_mass",
     "negatives",
+    "surprisal_boost",
 )
 
 
@@ -318,6 +321,8 @@ BAD = [
     (rules.negative_mass, {"factor": "half"}, "factor must be a number >= 0, got 'half'"),
     (rules.negatives, {"mass": -0.1}, "negatives: mass must be a number >= 0"),
     (rules.negatives, {"location": 1.5}, "location must be a number >= 0 and <= 1, got 1.5"),
+    (rules.surprisal_boost, {"share": 0.0}, "share must be a number > 0 and <= 1, got 0.0"),
+    (rules.surprisal_boost, {"boost": -1.0}, "boost must be a number >= 0, got -1.0"),
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),

@@ -65,6 +65,8 @@ TWINS = [
     (rules.kl_penalty(estimator="k1", coef=0.1), reference.kl_penalty),
     (rules.kl_penalty(estimator="k2", coef=0.1), reference.kl_penalty),
     (rules.kl_penalty(estimator="k3", coef=0.1), reference.kl_penalty),
+    (rules.surprisal_boost(share=0.1, boost=1.1, damp=1.0), reference.surprisal_boost),
+    (rules.surprisal_boost(share=0.5, boost=1.5, damp=0.5), reference.surprisal_boost),
     (rules.ktae(fisher_weight=1.0, gain_weight=2.0, frequency_weight=0.0, top=1.5), reference.ktae),
     (rules.ktae(fisher_weight=1.0, gain_weight=1.0, frequency_weight=1.0, top=1.0), reference.ktae),
 ]
@@ -236,6 +238,14 @@ def test_spurious_by_hand():
     assert (float(report["spurious_frac"]), float(report["spurious_entropy"])) == pytest.approx(
         (1 / 6, 0.2)
     )
+
+
+def test_surprisal_boost_by_hand():
+    batch = batch_of([[1, 2, 3, 4]], sampler_logp=[[-0.1, -2.0, -0.5, -3.0]])
+    boosted_NT = rules.surprisal_boost(spread([1.0], batch), batch, share=0.25)
+    assert_rows(boosted_NT, [[1, 1, 1, 1.1]])
+    damped_NT = rules.surprisal_boost(spread([-1.0], batch), batch, share=0.5, damp=0.9)
+    assert_rows(damped_NT, [[-1, -0.9, -1, -0.9]])
 
 
 def test_ktae_by_hand():

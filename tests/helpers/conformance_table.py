@@ -77,6 +77,7 @@ RULES = {
     "state_groups": Rule(keeps_sign=False),
     "information_gain": Rule(keeps_sign=False),
     "turn_credit": Rule(keeps_sign=False),
+    "surprisal_boost": Rule({"share": 0.3, "damp": 0.9}),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
     "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),
@@ -120,6 +121,7 @@ PLANS = {
 
 CONTROLLERS = {
     "fade": {"rate": 0.1},
+    "stare": {"target": 5.0, "adaptive": True, "damp": 0.9},
     "entropy_target": {"path": "advantage.alpha", "start": 1.0, "lo": 1.0, "hi": 3.0, "rate": 0.5},
 }
 

@@ -83,6 +83,24 @@ def mass(credit):
     return math.fsum(abs(c) for row in credit for c in row)
 
 
+def most(places, fraction, value):
+    """The places whose value is among the max(1, ceil(fraction n)) largest, ties included."""
+    if not places:
+        return set()
+    count = max(1, math.ceil(Fraction(str(fraction)) * len(places)))
+    last = sorted((value(*place) for place in places), reverse=True)[count - 1]
+    return {place for place in places if value(*place) >= last}
+
+
+def surprisal_boost(credit, r, share, boost, damp):
+    out = copy(credit)
+    for side, factor in ((1, boost), (-1, damp)):
+        places = [(i, t) for i, t in r.places() if credit[i][t] * side > 0]
+        for i, t in most(places, share, lambda i, t: -r.sampler_logp[i][t]):
+            out[i][t] *= factor
+    return out
+
+
 def conflict(credit, r, positive, negative, runs):
     def contested(i, t, from_end):
         signs = set()

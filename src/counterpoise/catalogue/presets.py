@@ -181,6 +181,11 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2602.15620",
         {"credit": ["spurious"]},
     ),
+    "stare": (
+        "Rewards surprising tokens a little more while the entropy is low.",
+        "arXiv 2606.19236",
+        {"credit": ["surprisal_boost"], "loss": DELTA_CLIP, "controller": "stare"},
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

@@ -24,6 +24,7 @@ from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.scores import information_gain, turn_credit
 from counterpoise.credit.states import state_groups
+from counterpoise.credit.surprisal import surprisal_boost
 from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
 from counterpoise.credit.value_baseline import value_baseline
@@ -53,6 +54,7 @@ RULES: dict[str, Stage] = {
     "state_groups": state_groups,
     "information_gain": information_gain,
     "turn_credit": turn_credit,
+    "surprisal_boost": surprisal_boost,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -87,6 +89,7 @@ __all__ = [
     "soften_negatives",
     "spurious",
     "state_groups",
+    "surprisal_boost",
     "top_entropy",
     "turn_baseline",
     "turn_credit",

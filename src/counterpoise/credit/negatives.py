@@ -7,6 +7,7 @@ from torch import Tensor
 
 from counterpoise.errors import check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, masked_mean
+from counterpoise.maths.select import lowest_of_rows
 from counterpoise.stage import declare
 from counterpoise.types import TokenBatch
 
@@ -48,13 +49,8 @@ def negative_token_filter(credit_NT: Tensor, batch: TokenBatch, *, fraction: flo
     """
     check_number("negative_token_filter", above=0, most=1, fraction=fraction)
     is_negative_NT = credit_NT < 0
-    num_kept_N = torch.ceil(is_negative_NT.sum(1).double() * fraction - 1e-9).clamp(min=1)
-    order_NT = torch.where(is_negative_NT, batch.sampler_logp_NT, torch.inf).argsort(
-        dim=1, stable=True
-    )
-    position_NT = torch.arange(credit_NT.shape[1], device=credit_NT.device).expand_as(order_NT)
-    rank_NT = torch.empty_like(order_NT).scatter_(1, order_NT, position_NT)
-    return torch.where(is_negative_NT & (rank_NT >= num_kept_N[:, None]), 0, credit_NT)
+    is_kept_NT = lowest_of_rows(batch.sampler_logp_NT, is_negative_NT, fraction)
+    return torch.where(is_negative_NT & ~is_kept_NT, 0, credit_NT)
 
 
 def _negative_mass(
