@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
 OFFERS = frozenset(
-    {"reduce", "generator", "num_updates", "max_length", "success_N", "advantage_NT"}
+    {"reduce", "generator", "num_updates", "max_length", "length_N", "success_N", "advantage_NT"}
 )
 
 # a reward of at least this much is a success, where neither the task nor the method says otherwise
@@ -69,7 +69,8 @@ class Stage:
         columns: optional columns of a batch that it reads: a name, several, or a function of its
             parameters that gives them. ``needs`` is the answer.
         report: ``report(before_NT, after_NT, batch, *, params) -> dict``, a credit rule's own
-            numbers to log; ``state`` is the one after the batch, for a rule with memory.
+            numbers to log; ``state`` is the one after the batch, for a rule with memory. Of an
+            advantage it is ``report(batch, *, params)``.
         prepare: ``prepare(update_logp_NT, rows, *, params) -> update_NT``, what a loss must know of
             a whole update before it is cut.
         init: ``init(*, params) -> state`` (JSON) of a stage with memory; its ``fn`` then takes the

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoise.advantages import ADVANTAGES
+import counterpoise as cp
+from counterpoise.advantages import ADVANTAGES, overlong_penalty
 from counterpoise.stage import call
 from helpers import reference_advantages as reference
 from helpers.reference_batches import on_ranks
@@ -16,6 +17,7 @@ from helpers.strategies import ragged_batches
 many = settings(max_examples=50)
 COMPARE = ["group_mean", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "fade"]
 ALONE = ["batch_whitened", "signs", "positives_only", "negatives_only", "weighted_signs"]
+REWARDS_ALONE = [*COMPARE, *ALONE]  # overlong reads lengths too: its tests are at the end
 SETTINGS = [
     ("group_mean", {}),
     ("group_zscore", {}),
@@ -37,7 +39,7 @@ def assert_close(got, expected):
 
 
 def test_every_estimator_is_tested():
-    assert set(COMPARE) | set(ALONE) == set(ADVANTAGES)
+    assert {*REWARDS_ALONE, "overlong"} == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize(("name", "params"), SETTINGS)
@@ -148,7 +150,7 @@ def test_a_batch_of_one_has_no_spread():
 @given(batch=ragged_batches(min_group_size=2, max_group_size=5))
 def test_special_cases(batch):
     reward_N, group_N = batch.reward_N, batch.group_N
-    made = {name: fn(reward_N, group_N) for name, fn in ADVANTAGES.items()}
+    made = {name: fn(reward_N, group_N) for name, fn in ADVANTAGES.items() if name in REWARDS_ALONE}
     assert torch.equal(made["fade"], made["group_mean"])
     assert torch.equal(ADVANTAGES["weighted_signs"](reward_N, group_N, positive=1), made["signs"])
     assert torch.equal(
@@ -180,7 +182,7 @@ def test_fade_masses(batch, alpha, delta):
         )
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", REWARDS_ALONE)
 @many
 @given(data=st.data(), batch=ragged_batches(min_group_size=2))
 def test_permuting_rollouts_permutes_advantages(name, data, batch):
@@ -194,7 +196,7 @@ def test_permuting_rollouts_permutes_advantages(name, data, batch):
     )
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", REWARDS_ALONE)
 def test_ranks_pool_the_batch(name):
     """Two ranks of whole prompts, one of them constant, give what one process gives."""
     reward_N = torch.tensor([1, 0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.float64)
@@ -227,7 +229,7 @@ def test_a_constant_rank_is_not_a_constant_batch():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", REWARDS_ALONE)
 def test_narrow_rewards_are_widened(name, dtype):
     got_N = ADVANTAGES[name](REWARD_N.to(dtype), GROUP_N)
     assert got_N.dtype == torch.float32
@@ -277,10 +279,70 @@ def test_max_rl_wants_rewards_of_one_sign():
         ADVANTAGES["max_rl"](torch.tensor([1.0, -1.0]), torch.tensor([0, 0]))
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", REWARDS_ALONE)
 def test_picklable_and_inputs_unchanged(name):
     reward_N, group_N = REWARD_N.clone(), GROUP_N.clone()
     again = pickle.loads(pickle.dumps(ADVANTAGES[name]()))
     assert torch.equal(again(reward_N, group_N), ADVANTAGES[name](reward_N, group_N))
     assert torch.equal(reward_N, REWARD_N)
     assert torch.equal(group_N, GROUP_N)
+
+
+# ---- overlong shaping
+
+
+def test_the_overlong_penalty_of_the_paper():
+    length_N = torch.tensor([10, 16384, 18432, 20480])
+    assert overlong_penalty(length_N, limit=20480, buffer=4096).tolist() == [0, 0, -0.5, -1]
+    assert overlong_penalty(length_N, limit=20480).tolist() == [0, 0, -0.5, -1]
+    assert overlong_penalty(length_N, limit=20480, factor=2.0).tolist() == [0, 0, -1, -2]
+
+
+@pytest.mark.parametrize("rule", ["group_zscore", "leave_one_out", "batch_whitened"])
+@many
+@given(
+    batch=ragged_batches(min_group_size=2, max_group_size=5),
+    buffer=st.integers(1, 4),
+    factor=st.sampled_from([0.5, 1.0]),
+)
+def test_overlong_twin(rule, batch, buffer, factor):
+    """The advantage inside, of rewards with the penalty of each rollout taken off in a loop."""
+    shaped = []
+    for reward, length in zip(batch.reward_N.tolist(), batch.length_N.tolist()):
+        beyond = length - (6 - buffer)
+        shaped.append(reward - factor * beyond / buffer if beyond > 0 else reward)
+    expected = getattr(reference, rule)(shaped, batch.group_N.tolist())
+    method = cp.method(
+        "dapo", advantage={"name": "overlong", "rule": rule, "buffer": buffer, "factor": factor}
+    )
+    got_N = method.assign(batch.replace(max_length=6)).advantage_N
+    assert_close(got_N, expected)
+
+
+def test_success_is_that_of_the_reward_without_the_penalty():
+    """All solved, the second at the limit: signs see two successes, the z-score tells them apart,
+    and half of the rollouts have a mean penalty of -1.
+    """
+    batch = cp.TokenBatch.from_lists(
+        [[1], [1] * 10], group=[0, 0], reward=[1.0, 1.0], sampler_logp=[[-0.1], [-0.1] * 10]
+    )
+    batch = batch.replace(max_length=10)
+    by_sign = cp.method("dapo", advantage={"name": "overlong", "rule": "signs"})
+    assert by_sign.assign(batch).advantage_N.tolist() == [1, 1]
+    out = cp.method("dapo", advantage="overlong").assign(batch)
+    torch.testing.assert_close(out.advantage_N, torch.tensor([0.5, -0.5]) / (0.5**0.5 + 1e-4))
+    assert out.metrics["advantage/overlong/penalised_frac"] == 0.5
+    assert out.metrics["advantage/overlong/penalty"] == -0.5
+
+
+def test_overlong_says_what_is_missing():
+    batch = cp.TokenBatch.from_lists(
+        [[1], [1]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-0.1]] * 2
+    )
+    method = cp.method("dapo", advantage="overlong")
+    with pytest.raises(ValueError, match=r"overlong: the batch has no max_length. .*limit"):
+        method.assign(batch)
+    with pytest.raises(ValueError, match=r"buffer must be at most the limit \(4 tokens\), got 5"):
+        cp.method("dapo", advantage={"name": "overlong", "buffer": 5, "limit": 4}).assign(batch)
+    with pytest.raises(ValueError, match="group_size is 1. overlong compares"):
+        method.check_group_size(1, "rollouts.group_size is 1.")

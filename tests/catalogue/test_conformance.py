@@ -143,23 +143,23 @@ def test_rule_ignores_padding_and_order(name):
 @pytest.mark.parametrize("name", table.ADVANTAGES)
 def test_advantage_laws(name):
     batch, law, stage = make_batch(turns=True), table.ADVANTAGES[name], made("advantage", name)
-    advantage_N = stage(batch.reward_N, batch.group_N)
+    num, length_N = batch.num_rollouts, batch.length_N
+    advantage_N = call(stage, batch.reward_N, batch.group_N, length_N=length_N)
     assert advantage_N.shape == batch.reward_N.shape
     assert advantage_N.dtype == batch.reward_N.dtype
     assert (advantage_N != 0).any()
-    torch.testing.assert_close(
-        stage(batch.reward_N[PERMUTATION], batch.group_N[PERMUTATION]), advantage_N[PERMUTATION]
-    )
+    moved = (column[PERMUTATION] for column in (batch.reward_N, batch.group_N))
+    moved_N = call(stage, *moved, length_N=length_N[PERMUTATION])
+    torch.testing.assert_close(moved_N, advantage_N[PERMUTATION])
     if law.is_centred:
         assert groups(batch.group_N).sum(advantage_N).abs().max() < 1e-12
     if law.by_group:
         assert torch.all(advantage_N[batch.group_N == 0] == 0), "a constant group learns nothing"
         with pytest.raises(ValueError, match="batch_whitened"):
-            stage(batch.reward_N, torch.arange(batch.num_rollouts))
+            stage(batch.reward_N, torch.arange(num))
     else:
-        assert torch.isfinite(stage(batch.reward_N, torch.arange(batch.num_rollouts))).all(), (
-            "one rollout a prompt is legal"
-        )
+        alone_N = call(stage, batch.reward_N, torch.arange(num), length_N=length_N)
+        assert torch.isfinite(alone_N).all(), "one rollout a prompt is legal"
 
 
 @pytest.mark.parametrize("name", table.LOSSES)

@@ -51,6 +51,7 @@ ADVANTAGES = {
     "weighted_signs": Advantage(),
     "max_rl": Advantage(is_centred=True, by_group=True),
     "fade": Advantage({"alpha": 2.0, "delta": 1.0}, is_centred=True, by_group=True),
+    "overlong": Advantage({"rule": "batch_whitened", "limit": 8}),
 }
 
 RULES = {

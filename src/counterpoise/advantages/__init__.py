@@ -11,6 +11,7 @@ from __future__ import annotations
 from counterpoise.advantages.batch import batch_whitened, group_mean_batch_std
 from counterpoise.advantages.fade import fade
 from counterpoise.advantages.group import group_mean, group_zscore, leave_one_out, max_rl
+from counterpoise.advantages.overlong import overlong, overlong_penalty
 from counterpoise.advantages.signs import negatives_only, positives_only, signs, weighted_signs
 from counterpoise.stage import Stage
 
@@ -26,6 +27,7 @@ ADVANTAGES: dict[str, Stage] = {
     "weighted_signs": weighted_signs,
     "max_rl": max_rl,
     "fade": fade,
+    "overlong": overlong,
 }
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "leave_one_out",
     "max_rl",
     "negatives_only",
+    "overlong",
+    "overlong_penalty",
     "positives_only",
     "signs",
     "weighted_signs",

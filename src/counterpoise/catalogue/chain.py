@@ -121,3 +121,11 @@ def _rule_metrics(
     if rule.report:
         metrics |= call(rule.report, before_NT, after_NT, batch, **offers, **rule.settings)
     return {f"credit/{rule.name}/{key}": float(value) for key, value in metrics.items()}
+
+
+def advantage_metrics(stage: Stage, batch: TokenBatch, reduce: Reduce) -> dict[str, float]:
+    """The own numbers of an advantage, if it has any."""
+    if stage.report is None:
+        return {}
+    numbers = call(stage.report, batch, reduce=reduce, **stage.settings)
+    return {f"advantage/{stage.name}/{key}": float(value) for key, value in numbers.items()}

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from counterpoise.advantages import ADVANTAGES
-from counterpoise.catalogue.chain import apply_rules, check_order
+from counterpoise.catalogue.chain import advantage_metrics, apply_rules, check_order
 from counterpoise.catalogue.label import label
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
@@ -212,8 +212,11 @@ class Method:
             batch.group_N,
             reduce=reduce,
             success_N=batch.is_success_N,
+            length_N=batch.length_N,
+            max_length=batch.max_length,
         )
         check_finite(f"advantage {self.advantage.name}", advantage_N, batch.mask_NT.any(1))
+        shaping = advantage_metrics(controlled.advantage, batch, reduce) if report else {}
         chain = apply_rules(
             controlled.rules,
             advantage_N,
@@ -231,7 +234,7 @@ class Method:
             credit_NT=chain.credit_NT,
             advantage_NU=chain.advantage_NU,
             state={"controller": controller_state, "rules": chain.states, **watch.kept},
-            metrics={**metrics, **watch.metrics, **chain.metrics},
+            metrics={**metrics, **shaping, **watch.metrics, **chain.metrics},
             warnings=(watch.warning,) if watch.warning else (),
         )
 

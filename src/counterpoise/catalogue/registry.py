@@ -134,6 +134,7 @@ def _example(chosen: Method) -> TokenBatch:
         group_N=torch.zeros(2, dtype=torch.long),
         reward_N=torch.tensor([1.0, 0.0]),
         sampler_logp_NT=torch.tensor([[-0.1, -0.5, -1.0], [-0.1, -0.6, -1.1]]),
+        max_length=2**20,  # a limit of which no parameter can be a part too large
         extra=extra,
         **{name: value for name, value in ready.items() if name in chosen.needs},  # pyright: ignore[reportArgumentType]
     )
