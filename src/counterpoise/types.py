@@ -272,6 +272,7 @@ class RolloutBatch(NamedTuple):
     ``prompt_ids`` and ``texts`` are one per rollout, ``prompts`` one per group: rollout i answers
     ``prompts[group_N[i]]``. With an environment there is one of ``conversations`` per rollout, and
     ``lost`` are the rollouts whose environment failed: they are shown and counted, nothing else.
+    ``feedback`` is what the grader says of each answer, None where it says nothing.
     """
 
     prompts: list[Prompt]
@@ -283,6 +284,7 @@ class RolloutBatch(NamedTuple):
     grader_messages: list[str]
     conversations: list[Conversation] | None = None
     lost: RolloutBatch | None = None
+    feedback: list[str] | None = None
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The chosen rollouts, in that order; all prompts stay."""
@@ -293,6 +295,7 @@ class RolloutBatch(NamedTuple):
             stop_reason=[self.stop_reason[row] for row in rows],
             batch=self.batch.select(row_R),
             conversations=self.conversations and [self.conversations[row] for row in rows],
+            feedback=self.feedback and [self.feedback[row] for row in rows],
         )
 
     def extend(self, more: RolloutBatch) -> RolloutBatch:
@@ -306,6 +309,7 @@ class RolloutBatch(NamedTuple):
             grader_messages=self.grader_messages + more.grader_messages,
             conversations=self.conversations and self.conversations + (more.conversations or []),
             lost=self.lost.join(more.lost) if self.lost and more.lost else self.lost or more.lost,
+            feedback=_feedback(self) + _feedback(more) if self.feedback or more.feedback else None,
         )
 
     def join(self, more: RolloutBatch) -> RolloutBatch:
@@ -313,6 +317,10 @@ class RolloutBatch(NamedTuple):
         shifted_N = more.batch.group_N + len(self.prompts)
         both = self.extend(more._replace(batch=more.batch.replace(group_N=shifted_N)))
         return both._replace(prompts=self.prompts + more.prompts)
+
+
+def _feedback(rollouts: RolloutBatch) -> list[str]:
+    return rollouts.feedback or [""] * len(rollouts.texts)
 
 
 class Credit(NamedTuple):

@@ -78,6 +78,7 @@ def machine_facts() -> dict[str, Any]:
         "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
         "packages": package_versions(PACKAGES),
         "cache": cache_state(),
+        "sandbox": sandbox_state(),
         "missing_extras": missing_extras(),
     }
 
@@ -100,6 +101,15 @@ def cache_state() -> str:
     return f"{folder.parent}: {why_not_private(*paths) or 'only you can write to it'}"
 
 
+def sandbox_state() -> str:
+    """Whether programs of ``task: code`` can run, and what to do if not."""
+    if not sys.platform.startswith("linux"):
+        return "task code needs Linux, or task.sandbox: none"
+    from counterpoise.tasks.sandbox import why_not
+
+    return why_not() or "bubblewrap runs programs of task code"
+
+
 def check_host(name: str) -> list[Check] | None:
     """The host's checks; None if it is not installed."""
     if not is_installed(name):
@@ -118,6 +128,7 @@ def report(machine: dict[str, Any], hosts: dict[str, list[Check] | None]) -> str
         for name, version in machine["packages"].items()
     ]
     lines.append(f"  {'cache':<13} {machine['cache']}")
+    lines.append(f"  {'sandbox':<13} {machine['sandbox']}")
     lines += [
         f"{', '.join(commands)} need more packages: pip install 'counterpoise[{extra}]'"
         for extra, commands in machine["missing_extras"].items()

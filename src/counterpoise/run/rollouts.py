@@ -25,6 +25,7 @@ READ_TURNS = (  # and those that conversations have beside
     *("end_reason", "failure"),
 )
 SCORE = "turn_score"
+FEEDBACK = "feedback"
 TEXTS = pa.list_(pa.string())  # also where all lists are empty
 ADVICE = "Take the file as counterpoise train wrote it (save_rollouts_every)."
 
@@ -64,6 +65,7 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
             for name, value_NT in numbers.items()
             if value_NT is not None
         },
+        **({FEEDBACK: rollouts.feedback} if rollouts.feedback else {}),
         **turn_columns(rollouts, credit),
     }
 
@@ -151,6 +153,8 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
     if has_turns:
         scores = (SCORE,) if SCORE in schema.names else ()
         table = parquet.require_columns(path, (*READ, *READ_TURNS, *scores), ADVICE)
+    elif FEEDBACK in schema.names:
+        table = parquet.require_columns(path, (*READ, FEEDBACK), ADVICE)
     column: dict[str, list[Any]] = table.to_pydict()
     by_group = {
         g: Prompt(i, t, a)
@@ -179,6 +183,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
         0,
         [],
         conversations=_conversations(column) if has_turns else None,
+        feedback=column.get(FEEDBACK),
     )
 
 

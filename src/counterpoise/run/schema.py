@@ -85,6 +85,14 @@ ROLLOUT_COLUMNS = {
     "entropy": "entropy of the sampling distribution at the token, nats",
 }
 
+# and beside them where the grader says something of an answer
+FEEDBACK_COLUMNS = {
+    "feedback": (
+        "what the grader says of the answer, e.g. a line for each test that fails; empty where it"
+        " says nothing"
+    )
+}
+
 # and beside them where the task is an environment; evals/batch_*.parquet has all but turn_advantage
 TURN_COLUMNS = {
     "turn": (

@@ -4,7 +4,8 @@ A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends o
 alone, and ``reward(prompt, text)``.
 ``train`` streams are endless. A task may also have ``first_error(prompt, text)``, the offset of the
 character at which an answer first goes wrong (see ``first_error``). ``grade`` (see ``graders``)
-runs rewards so that a hanging or raising one cannot stop a run; a task whose reward is a few safe
+runs rewards so that a hanging or raising one cannot stop a run; a reward may bring a text with it
+(``Reward``), which is kept with the rollout; a task whose reward is a few safe
 lines says so with ``is_trusted = True`` and is graded in the caller's process."""
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from counterpoise.errors import check_number, import_path, nearest
 from counterpoise.types import Prompt
 
-__all__ = ["FirstError", "Grades", "Task", "WithReward", "first_error", "grade", "task"]
+__all__ = ["FirstError", "Grades", "Reward", "Task", "WithReward", "first_error", "grade", "task"]
 
 # (prompt, text) -> character offset, or None where the answer is right or the place is not known
 FirstError = Callable[[Prompt, str], "int | None"]
@@ -27,6 +28,7 @@ FirstError = Callable[[Prompt, str], "int | None"]
 BUILT_IN = {
     "arithmetic": "counterpoise.tasks.arithmetic:Arithmetic",
     "jsonl": "counterpoise.tasks.jsonl:Jsonl",
+    "code": "counterpoise.tasks.code:Code",
     "guess": "counterpoise.environments.guess:Guess",
     "mastermind": "counterpoise.environments.mastermind:Mastermind",
     "lookup": "counterpoise.environments.lookup:Lookup",
@@ -49,7 +51,7 @@ NAMED_BY = {
     "openenv": "the address of an OpenEnv server, e.g. openenv:http://localhost:8000",
 }
 THEIRS = ("gym:<name>", "gem:<id>", "textarena:<id>", "verifiers:<id>", "openenv:<url>")
-SHOWN = ("arithmetic", "jsonl", *GAMES, "tools", *THEIRS, "your.module:Task")
+SHOWN = ("arithmetic", "jsonl", "code", *GAMES, "tools", *THEIRS, "your.module:Task")
 
 
 @runtime_checkable
@@ -196,3 +198,4 @@ def _is_task(kind: object) -> bool:
 
 
 from counterpoise.tasks.graders import Grades, grade  # noqa: E402
+from counterpoise.tasks.workers import Reward  # noqa: E402

@@ -21,13 +21,15 @@ ADVICE = "Mend the reward function; grader_max_failed_frac says how many may fai
 
 class Grades(NamedTuple):
     """Rewards in the order of the rollouts, how many graders failed or ran out of time, and one
-    line for each of those.
+    line for each of those. ``feedback`` is what the grader says of each answer; empty where it says
+    nothing of any.
     """
 
     reward: list[float]
     num_failed: int
     num_timed_out: int
     messages: list[str]
+    feedback: Sequence[str] = ()
 
     @property
     def num_faults(self) -> int:
@@ -63,7 +65,7 @@ def grade(
     ...         (Prompt("a", "What is 2 + 2?", "4"), "4"),
     ...     ],
     ... )
-    Grades(reward=[1.0, 0.0], num_failed=0, num_timed_out=0, messages=[])
+    Grades(reward=[1.0, 0.0], num_failed=0, num_timed_out=0, messages=[], feedback=())
     """
     num_workers = min(8, max(2, os.cpu_count() or 2)) if num_workers is None else num_workers
     if not time_limit_s > 0 or num_workers < 1:
@@ -93,7 +95,14 @@ def grades(pairs: Sequence[tuple[Prompt, str]], verdicts: Sequence[Verdict]) -> 
         if one.fault
     ]
     reward = [one.reward for one in verdicts]
-    return Grades(reward, faults.count("failed"), faults.count("timed out"), messages)
+    feedback = [one.feedback for one in verdicts]
+    return Grades(
+        reward,
+        faults.count("failed"),
+        faults.count("timed out"),
+        messages,
+        feedback if any(feedback) else (),
+    )
 
 
 def too_many(verdicts: Mapping[int, Verdict], num_rollouts: int, max_failed_frac: float) -> str:

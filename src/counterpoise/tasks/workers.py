@@ -27,12 +27,28 @@ if TYPE_CHECKING:
 START_LIMIT_S = 120.0
 
 
+class Reward(float):
+    """A reward with what the grader says of the answer, e.g. which test failed and how.
+
+    >>> Reward(0.5, "assert f(1) == 2: got 1, expected 2").feedback
+    'assert f(1) == 2: got 1, expected 2'
+    """
+
+    feedback: str
+
+    def __new__(cls, value: float, feedback: str = "") -> Reward:
+        reward = super().__new__(cls, value)
+        reward.feedback = feedback
+        return reward
+
+
 class Verdict(NamedTuple):
     """One graded rollout; ``fault`` is empty, ``failed`` or ``timed out``."""
 
     reward: float
     fault: str = ""
     message: str = ""
+    feedback: str = ""
 
 
 class Fault(NamedTuple):
@@ -63,7 +79,7 @@ def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
         kind = "the text " if isinstance(value, str) else ""
         problem = f"returned {kind}{str(value)[:60]!r}, expected a finite number"
         return Verdict(0.0, "failed", f"the grader {problem}")
-    return Verdict(float(value))
+    return Verdict(float(value), feedback=reward.feedback if isinstance(reward, Reward) else "")
 
 
 def serve_grade(task: Task, memory: dict[Any, Any], prompt: Prompt, text: str) -> Verdict:

@@ -303,4 +303,5 @@ class RolloutSampler:
             batch=batch,
             num_grader_failures=graded.num_faults,
             grader_messages=graded.messages,
+            feedback=list(graded.feedback) or None,
         )

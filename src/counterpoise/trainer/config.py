@@ -138,7 +138,7 @@ class Config(Section):
     device: str = "auto"
     """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}
-    """arithmetic, jsonl, gym:<name>, an environment (guess, mastermind, lookup, tools,
+    """arithmetic, jsonl, code, gym:<name>, an environment (guess, mastermind, lookup, tools,
     gem:<id>, textarena:<id>, verifiers:<id>, openenv:<url>) or your.module:Class, with the task's
     own keys; reward: a function your.module:name; success: a reward of at least this much is a
     success (0.5)."""

@@ -91,6 +91,7 @@ class Answers(NamedTuple):
     reward: list[float]
     messages: list[str]
     turns: Columns
+    feedback: Sequence[str] = ()
 
 
 def _answer(
@@ -116,7 +117,7 @@ def _answer(
     texts = responses(policy, rollouts)
     pairs = [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
     graded = grade_rollouts(task, pairs, config, "evaluation")
-    return Answers(rollouts, texts, graded.reward, graded.messages, {})
+    return Answers(rollouts, texts, graded.reward, graded.messages, {}, graded.feedback)
 
 
 def _play(
@@ -175,6 +176,7 @@ def sample_columns(prompts: Sequence[Prompt], answers: Answers) -> Columns:
         "token_ids": ragged(rollouts.token_ids_NT[:num], row_NT),
         "sampler_logp": ragged(rollouts.sampler_logp_NT[:num], row_NT),
         "entropy": ragged(rollouts.entropy_NT[:num], row_NT),
+        **({"feedback": list(answers.feedback[:num])} if answers.feedback else {}),
         **{name: column[:num] for name, column in answers.turns.items()},
     }
 
