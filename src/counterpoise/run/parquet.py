@@ -51,6 +51,7 @@ KINDS = {
     "turn_reply": "list of texts",
     "end_reason": "texts",
     "failure": "texts",
+    "feedback": "texts",
 }
 
 
