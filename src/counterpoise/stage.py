@@ -45,6 +45,7 @@ FACTS = {
     "prepares_by_prompt": "a loss: what it prepares of an update it takes prompt by prompt",
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
     "assigns_turns": "a credit rule: one number per turn, on all of its tokens; it comes first",
+    "anchors_at_trainer": "a credit rule: the loss takes ratios against the trainer's log-probs",
     "is_unbiased": "an advantage or a credit rule: the mean of sum credit * grad log-prob over all"
     " groups is the gradient of the expected reward",
 }
@@ -77,6 +78,8 @@ class Stage:
             state first and returns (result, state), or a ``Control``.
         collect: ``collect(rollouts, sampler, *, params) -> rollouts``, samples more before credit
             is assigned; ``sampler`` is a ``Sampler``.
+        keeps: ``keeps(batch, *, params) -> kept_N``, rollouts that stay in the loss and its
+            denominator; None keeps all.
         facts: see ``FACTS``; ask with ``has``.
     """
 
@@ -87,6 +90,7 @@ class Stage:
     prepare: Function | None = None
     init: Function | None = None
     collect: Function | None = None
+    keeps: Function | None = None
     facts: Mapping[str, Fact] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -190,6 +194,7 @@ def declare(
     prepare: Function | None = None,
     init: Function | None = None,
     collect: Function | None = None,
+    keeps: Function | None = None,
     **facts: Fact,
 ) -> Callable[[Function], Stage]:
     """Make a stage of a function and say what it needs and what is true of it (``FACTS``).
@@ -208,6 +213,7 @@ def declare(
         prepare=prepare,
         init=init,
         collect=collect,
+        keeps=keeps,
         facts=facts,
     )
 

@@ -360,8 +360,7 @@ class Rows(NamedTuple):
     """The columns a loss reads, for the rollouts of one update or of any cut of it.
 
     ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no
-    cut changes a gradient. ``advantage_NT`` is the advantage of each token's turn, where a rule
-    tells turns apart."""
+    cut changes a gradient. ``advantage_NT`` is that of a token's turn, where a rule has turns."""
 
     row_R: Tensor
     mask_NT: Tensor
@@ -374,6 +373,7 @@ class Rows(NamedTuple):
     ref_logp_NT: Tensor | None = None
     update_NT: Tensor | None = None
     advantage_NT: Tensor | None = None
+    anchor_logp_NT: Tensor | None = None  # where ratios start, if not from the sampler's
 
     @property
     def sign_NT(self) -> Tensor:

@@ -263,7 +263,7 @@ def test_the_table_binds_builds_and_pickles():
     batch = batch_of(
         [[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2
     )
-    batch = batch.replace(turn_score_NU=torch.ones(2, 1))
+    batch = batch.replace(turn_score_NU=torch.ones(2, 1), trainer_logp_NT=batch.ref_logp_NT)
     credit_NT = spread([1.0, -1.0], batch)
     nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}
     for name in set(rules.RULES) - {"delta", "value_baseline", *nests}:

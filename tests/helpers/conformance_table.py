@@ -72,6 +72,7 @@ RULES = {
     "negative_mass": Rule(),
     "negatives": Rule({"mass": 0.5, "location": 0.5}),
     "value_baseline": Rule({"features": 3, "siblings": True}, keeps_sign=False),
+    "mismatch_weight": Rule({"mode": "icepop"}),
     "turn_baseline": Rule(keeps_sign=False),
     "turn_index_baseline": Rule(keeps_sign=False),
     "mt_grpo": Rule(keeps_sign=False),

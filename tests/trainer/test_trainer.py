@@ -466,6 +466,17 @@ def test_dynamic_sampling_trains_on_mixed_prompts_alone(tmp_path):
     assert max(row["sampling/rounds"] for row in metrics(config.run_dir)) > 1
 
 
+@pytest.mark.parametrize("mode", ["tis", "mis"])
+def test_a_sampler_that_agrees_with_the_trainer_needs_no_weights(tmp_path, mode):
+    credit = [{"name": "mismatch_weight", "mode": mode}]
+    config = parse_config(small(tmp_path, num_batches=1, method={"name": "dapo", "credit": credit}))
+    train(config)
+    (row,) = metrics(config.run_dir)
+    assert row["credit/mismatch_weight/weight_mean"] == pytest.approx(1, abs=1e-4)
+    assert row["credit/mismatch_weight/outside_frac"] == 0
+    assert abs(row["credit/mismatch_weight/sequence_kl"]) < 1e-4
+
+
 def test_lora_trains_adapters_alone_and_resumes(tmp_path):
     config = parse_config(small(tmp_path, num_batches=2, lora={"r": 4, "alpha": 8}))
     train(config)

@@ -28,13 +28,13 @@ from counterpoise.advantages import ADVANTAGES
 from counterpoise.catalogue.chain import advantage_metrics, apply_rules, check_order
 from counterpoise.catalogue.label import label
 from counterpoise.catalogue.presets import PRESETS
+from counterpoise.catalogue.rows import check_anchor, update_rows
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
 from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole, nearest
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
-from counterpoise.maths.turns import token_advantage
 from counterpoise.plans import PLANS, check_plan, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
@@ -147,7 +147,10 @@ class Method:
         return [stage for stage in reversed(every) if stage.has("samples_more")]
 
     def check_sampling(self, host: str) -> None:
-        """A host that samples by itself cannot run a stage that samples more."""
+        """A host that samples by itself cannot run a stage that samples more, nor one that corrects
+        for a sampler, as the host does.
+        """
+        check_anchor(self.rules, host)
         for stage in self.collectors:
             raise ValueError(
                 f"{stage.name} samples more rollouts before credit is assigned, and {host} samples"
@@ -268,29 +271,7 @@ class Method:
         self, batch: TokenBatch, credit: Credit, row_R: Tensor, *, reduce: Reduce = LOCAL
     ) -> Rows:
         """The columns of one update, with the reduction taken over the whole of it."""
-        row_R = row_R.to(batch.mask_NT.device)
-        mask_NT, credit_NT = batch.mask_NT[row_R], credit.credit_NT[row_R]
-        advantage_N, by_turn_NT = credit.advantage_N[row_R], token_advantage(credit, batch)[row_R]
-        return Rows(
-            row_R=row_R,
-            mask_NT=mask_NT,
-            group_N=batch.group_N[row_R],
-            reward_N=batch.reward_N[row_R],
-            advantage_N=advantage_N,
-            credit_NT=credit_NT,
-            sampler_logp_NT=batch.sampler_logp_NT[row_R],
-            scale_NT=call(
-                self.reduction,
-                mask_NT,
-                credit_NT,
-                advantage_N,
-                reduce=reduce,
-                max_length=batch.max_length,
-                advantage_NT=by_turn_NT,
-            ),
-            ref_logp_NT=None if batch.ref_logp_NT is None else batch.ref_logp_NT[row_R],
-            advantage_NT=None if credit.advantage_NU is None else by_turn_NT,
-        )
+        return update_rows(self.rules, self.reduction, batch, credit, row_R, reduce)
 
     def prepare(self, update_logp_NT: Tensor, rows: Rows) -> Rows:
         """What a loss must know of the whole update, from the detached log-probs of all its rows;

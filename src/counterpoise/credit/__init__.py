@@ -14,6 +14,7 @@ from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import spurious, top_entropy
+from counterpoise.credit.mismatch import mismatch_weight
 from counterpoise.credit.negatives import (
     negative_mass,
     negative_token_filter,
@@ -48,6 +49,7 @@ RULES: dict[str, Stage] = {
     "negative_mass": negative_mass,
     "negatives": negatives,
     "value_baseline": value_baseline,
+    "mismatch_weight": mismatch_weight,
     "turn_baseline": turn_baseline,
     "turn_index_baseline": turn_index_baseline,
     "mt_grpo": mt_grpo,
@@ -76,6 +78,7 @@ __all__ = [
     "keep_mass",
     "kl_penalty",
     "ktae",
+    "mismatch_weight",
     "mix",
     "mt_grpo",
     "nearest_correct",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.errors import check_number
-from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, token_loss
+from counterpoise.losses.token_loss import Parts, bounded_exp, log_ratio, start_logp, token_loss
 from counterpoise.maths.reduce import Groups, groups
 from counterpoise.types import Rows
 
@@ -39,7 +39,7 @@ def _update_pull(update_logp_NT: Tensor, rows: Rows, *, temperature: float) -> T
     """q_i - p_i of every rollout, along its tokens."""
     check_number("target", above=0, temperature=temperature)
     by_group = groups(rows.group_N)
-    sampler_logp_N, trainer_logp_N = rows.sampler_logp_NT.sum(1), update_logp_NT.sum(1)
+    sampler_logp_N, trainer_logp_N = start_logp(rows).sum(1), update_logp_NT.sum(1)
     tilt_N = standardise(rows.reward_N.to(trainer_logp_N.dtype), by_group) / temperature
     pull_N = group_softmax(sampler_logp_N + tilt_N, by_group) - group_softmax(
         trainer_logp_N, by_group

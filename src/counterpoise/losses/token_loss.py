@@ -84,10 +84,17 @@ def token_loss(
 
 
 def log_ratio(trainer_logp_NT: Tensor, rows: Rows) -> Tensor:
-    """log r = trainer - sampler log-prob; 0 on padding inside a loss, so that sums over a row are
-    sums over its tokens.
+    """log r = trainer - sampler log-prob, or that at which a rule anchors ratios; 0 on padding
+    inside a loss, so that sums over a row are sums over its tokens.
     """
-    return trainer_logp_NT - rows.sampler_logp_NT
+    return trainer_logp_NT - start_logp(rows)
+
+
+def start_logp(rows: Rows) -> Tensor:
+    """The log-probs that ratios start from: the sampler's, or the trainer's before the first update
+    where a rule moves them there.
+    """
+    return rows.sampler_logp_NT if rows.anchor_logp_NT is None else rows.anchor_logp_NT
 
 
 def bounded_exp(log_ratio_NT: Tensor) -> Tensor:
@@ -165,6 +172,7 @@ def _without_padding(trainer_logp_NT: Tensor, rows: Rows) -> tuple[Tensor, Rows]
         "credit_NT": rows.credit_NT,
         "sampler_logp_NT": rows.sampler_logp_NT,
         "ref_logp_NT": rows.ref_logp_NT,
+        "anchor_logp_NT": rows.anchor_logp_NT,
     }
     clean = {
         name: torch.where(rows.mask_NT, value, 0)

@@ -106,7 +106,7 @@ def constant_length(
     """
     check_whole("constant_length", least=1, or_none=True, length=length)
     length_N = reduce.cat(mask_NT.sum(1))
-    constant = length or max_length or int(length_N.max())
+    constant = length or max_length or max(length_N.tolist(), default=1)
     return _inverse(
         mask_NT,
         torch.as_tensor(len(length_N) * constant, dtype=credit_NT.dtype, device=mask_NT.device),
