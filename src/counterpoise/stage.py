@@ -39,6 +39,7 @@ FACTS = {
     "needs_groups": "compares the rollouts of a prompt: one rollout per prompt is an error",
     "reads_success": "tells successes from failures (``success`` of the task, method or batch)",
     "reads_rewards_only": "a credit rule: one factor per rollout, from rewards and groups",
+    "ignores_rewards": "an advantage: no reward changes it",
     "keeps_prompts_whole": "a plan: all rollouts that it takes of a prompt are in one update",
     "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",

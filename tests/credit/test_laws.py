@@ -85,6 +85,7 @@ EVERY_RULE = [
     rules.negative_mass(factor=0.3),
     rules.negatives(mass=0.3, location=0.7),
     rules.surprisal_boost(share=0.4, damp=0.5),
+    rules.rare_uncertain(fraction=0.4),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -192,6 +193,7 @@ KEEPS_SIGN = (
     "negative_mass",
     "negatives",
     "surprisal_boost",
+    "rare_uncertain",
 )
 
 
@@ -266,7 +268,7 @@ def test_the_table_binds_builds_and_pickles():
     batch = batch.replace(turn_score_NU=torch.ones(2, 1), trainer_logp_NT=batch.ref_logp_NT)
     credit_NT = spread([1.0, -1.0], batch)
     nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}
-    for name in set(rules.RULES) - {"delta", "value_baseline", *nests}:
+    for name in set(rules.RULES) - {"delta", "group_divergence", "value_baseline", *nests}:
         rule = build("credit rule", rules.RULES, {"name": name})
         assert torch.equal(
             run(pickle.loads(pickle.dumps(rule)), credit_NT, batch),
@@ -323,6 +325,9 @@ BAD = [
     (rules.negatives, {"location": 1.5}, "location must be a number >= 0 and <= 1, got 1.5"),
     (rules.surprisal_boost, {"share": 0.0}, "share must be a number > 0 and <= 1, got 0.0"),
     (rules.surprisal_boost, {"boost": -1.0}, "boost must be a number >= 0, got -1.0"),
+    (rules.rare_uncertain, {"fraction": 2}, "fraction must be a number > 0 and <= 1, got 2"),
+    (rules.group_divergence, {"fraction": 0}, "fraction must be a number > 0 and <= 1, got 0"),
+    (rules.group_divergence, {"topk": 0}, "topk must be a whole number >= 1 or None, got 0"),
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),

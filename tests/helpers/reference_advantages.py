@@ -93,3 +93,7 @@ def fade(rewards, groups, alpha=1.0, delta=1.0):
         value = 0.0 if rate in (0.0, 1.0) else (1 - rate) ** (alpha - 1) * (rewards[i] - rate)
         out.append(value / delta if value < 0 else value)
     return out
+
+
+def constant(reward, group, value=-1.0):
+    return [value for _ in reward]

@@ -101,6 +101,39 @@ def surprisal_boost(credit, r, share, boost, damp):
     return out
 
 
+def rare_uncertain(credit, r, fraction):
+    last = quantile([r.sampler_logp[i][t] for i, t in r.places()], fraction)
+    rare = [(i, t) for i, t in r.places() if r.sampler_logp[i][t] <= last]
+    entropies = [r.entropy[i][t] for i, t in rare]
+    low, high = min(entropies), max(entropies)
+    out = [[0.0] * len(row) for row in credit]
+    for i, t in rare:
+        place = 0.5 if low == high else (r.entropy[i][t] - low) / (high - low)
+        out[i][t] = credit[i][t] * (0.5 + place / 2)
+    return out
+
+
+def group_divergence(credit, r, candidates, fraction):
+    """``candidates[i][t]`` is a dict of id -> probability."""
+    out = [[0.0] * len(row) for row in credit]
+    for i, row in enumerate(credit):
+        sizes = [divergence_from_group(r, candidates, i, t) for t in range(len(row))]
+        keep = max(1, math.ceil(Fraction(str(fraction)) * len(row)))
+        for t in sorted(range(len(row)), key=lambda t: (-sizes[t], t))[:keep]:
+            out[i][t] = row[t]
+    return out
+
+
+def divergence_from_group(r, candidates, i, t):
+    own = candidates[i][t]
+    there = [candidates[j][t] for j in r.siblings(i) if t < len(candidates[j])]
+    mean = {token: math.fsum(p.get(token, 0.0) for p in there) / len(there) for token in own}
+    pairs = [(own[token], mean[token]) for token in own]
+    pairs.append((max(0.0, 1 - sum(own.values())), max(0.0, 1 - sum(mean.values()))))
+    total = math.fsum(p * math.log(p / ((a + b) / 2)) for a, b in pairs for p in (a, b) if p > 0)
+    return total / 2 if total / 2 >= 1e-12 else 0.0
+
+
 def conflict(credit, r, positive, negative, runs):
     def contested(i, t, from_end):
         signs = set()

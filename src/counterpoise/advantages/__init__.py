@@ -12,7 +12,13 @@ from counterpoise.advantages.batch import batch_whitened, group_mean_batch_std
 from counterpoise.advantages.fade import fade
 from counterpoise.advantages.group import group_mean, group_zscore, leave_one_out, max_rl
 from counterpoise.advantages.overlong import overlong, overlong_penalty
-from counterpoise.advantages.signs import negatives_only, positives_only, signs, weighted_signs
+from counterpoise.advantages.signs import (
+    constant,
+    negatives_only,
+    positives_only,
+    signs,
+    weighted_signs,
+)
 from counterpoise.stage import Stage
 
 ADVANTAGES: dict[str, Stage] = {
@@ -25,6 +31,7 @@ ADVANTAGES: dict[str, Stage] = {
     "positives_only": positives_only,
     "negatives_only": negatives_only,
     "weighted_signs": weighted_signs,
+    "constant": constant,
     "max_rl": max_rl,
     "fade": fade,
     "overlong": overlong,
@@ -33,6 +40,7 @@ ADVANTAGES: dict[str, Stage] = {
 __all__ = [
     "ADVANTAGES",
     "batch_whitened",
+    "constant",
     "fade",
     "group_mean",
     "group_mean_batch_std",

@@ -1,4 +1,4 @@
-"""Advantages that look at one rollout alone: success or failure.
+"""Advantages that look at one rollout alone: success or failure, or at none.
 
 They work with one rollout a prompt.
 """
@@ -91,3 +91,23 @@ def _sides(
         reward_N.new_tensor(positive),
         reward_N.new_tensor(0 - negative),
     )
+
+
+@declare(ignores_rewards=True)
+def constant(reward_N: Tensor, group_N: Tensor, *, value: float = -1.0) -> Tensor:
+    """A = value for every rollout: rewards are not read.
+
+    For methods whose credit comes from the tokens alone, such as OPSA.
+
+    Args:
+        reward_N: [N] rewards; not read.
+        group_N: [N] the prompt of each rollout; not read.
+        value: the number; not 0, which would teach nothing.
+
+    >>> constant(torch.tensor([1.0, 0.0]), torch.tensor([0, 0])).tolist()
+    [-1.0, -1.0]
+    """
+    check_number("constant", value=value)
+    if value == 0:
+        raise ValueError("constant: value must not be 0: no token would have credit, got 0.")
+    return torch.full_like(as_float(reward_N), value)

@@ -164,7 +164,8 @@ class Method:
         """
         if size == 1 and self.needs_groups:
             names = ", ".join(stage.name for stage in self.stages if stage.has("needs_groups"))
-            alone = [key for key, value in ADVANTAGES.items() if not value.has("needs_groups")]
+            unfit = ("needs_groups", "ignores_rewards")
+            alone = [key for key, value in ADVANTAGES.items() if not any(map(value.has, unfit))]
             raise ValueError(
                 f"{where} {names} compares the rollouts of one prompt. Sample two or"
                 f" more per prompt, or use an advantage that works with one: {', '.join(alone)}."
@@ -377,5 +378,4 @@ def _axis(axis: str, spec: Axis, current: Stage | tuple[Stage, ...] | None) -> A
 
 def _shown(value: Stage | tuple[Stage, ...]) -> str:
     """The stages of an axis on one line."""
-    stages = value if isinstance(value, tuple) else (value,)
-    return shorten(" + ".join(map(repr, stages)), 86)
+    return shorten(" + ".join(map(repr, value if isinstance(value, tuple) else (value,))), 86)

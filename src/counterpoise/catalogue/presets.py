@@ -186,6 +186,25 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2606.19236",
         {"credit": ["surprisal_boost"], "loss": DELTA_CLIP, "controller": "stare"},
     ),
+    "opsa": (
+        "No reward: the rarest fifth of tokens is made less likely, uncertain ones more so.",
+        "arXiv 2608.31046",
+        {
+            "advantage": "constant",
+            "credit": ["rare_uncertain"],
+            "loss": "reinforce",
+            "reduction": "per_sequence",
+        },
+    ),
+    "ict": (
+        "Credit on the tenth of tokens whose distribution differs most from the group's.",
+        "arXiv 2606.19771",
+        {
+            "credit": ["group_divergence"],
+            "loss": CLIP,
+            "reduction": {"name": "per_sequence", "count": "credited"},
+        },
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

@@ -12,6 +12,7 @@ from counterpoise.credit.association import ktae
 from counterpoise.credit.combine import even_mass, keep_mass, mix, only_negative, only_positive
 from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
+from counterpoise.credit.divergence import divergence_from_group, group_divergence
 from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import spurious, top_entropy
 from counterpoise.credit.mismatch import mismatch_weight
@@ -25,7 +26,7 @@ from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.scores import information_gain, turn_credit
 from counterpoise.credit.states import state_groups
-from counterpoise.credit.surprisal import surprisal_boost
+from counterpoise.credit.surprisal import rare_uncertain, surprisal_boost
 from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
 from counterpoise.credit.value_baseline import value_baseline
@@ -57,6 +58,8 @@ RULES: dict[str, Stage] = {
     "information_gain": information_gain,
     "turn_credit": turn_credit,
     "surprisal_boost": surprisal_boost,
+    "rare_uncertain": rare_uncertain,
+    "group_divergence": group_divergence,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -69,11 +72,13 @@ __all__ = [
     "conflict",
     "covariance",
     "delta",
+    "divergence_from_group",
     "edit_credit",
     "edit_distance",
     "edits",
     "even_mass",
     "focal",
+    "group_divergence",
     "information_gain",
     "keep_mass",
     "kl_penalty",
@@ -88,6 +93,7 @@ __all__ = [
     "only_negative",
     "only_positive",
     "probability_scaled",
+    "rare_uncertain",
     "shared_prefix",
     "soften_negatives",
     "spurious",
