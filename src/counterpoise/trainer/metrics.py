@@ -62,7 +62,7 @@ def sampling_metrics(
     """
     if not method.collectors:
         return {}
-    row_R = torch.cat(list(plan)).to(batch.group_N.device)
+    row_R = torch.cat(plan.updates).to(batch.group_N.device)
     return {
         "sampling/rounds": sampler.num_rounds,
         "sampling/prompts": sampler.num_prompts,
