@@ -273,7 +273,7 @@ def test_every_method_either_trains_or_says_why():
             assert run(f"counterpoise/{name}", logp_NT, rows)[1].abs().sum() > 0
         except ValueError:
             refused.add(name)
-    assert refused == {"dfpo_min", "dfpo_orth", "tpo", "clip_cov", "ibpo", "crf_ntf"}
+    assert refused == {"dfpo_min", "dfpo_orth", "tpo", "clip_cov", "ibpo", "crf_ntf", "ict"}
 
 
 def test_a_term_that_reads_a_reference_is_refused(monkeypatch):
