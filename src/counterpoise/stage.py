@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from counterpoise.errors import check_keys, import_path, is_import_path, nearest
 
 if TYPE_CHECKING:
-    from counterpoise.types import RolloutBatch
+    from counterpoise.rollouts import RolloutBatch
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.

@@ -14,8 +14,8 @@ from counterpoise import credit as rules
 from counterpoise.advantages import group_mean, group_zscore, leave_one_out
 from counterpoise.credit.scores import gains, smear
 from counterpoise.maths.turns import by_turn, histories, returns, token_advantage, turns
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.warn import flat_batches
-from counterpoise.types import RolloutBatch
 from helpers.credit_cases import spread
 from helpers.full_batch import make_batch
 from helpers.replies import with_reply

@@ -14,8 +14,9 @@ import counterpoise as cp
 from counterpoise.errors import ConfigError
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit, is_ready, manifest, quota
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.stage import call
-from counterpoise.types import Prompt, RolloutBatch
+from counterpoise.types import Prompt
 from helpers import reference_batches as reference
 from helpers.reference_batches import batch_of, prompts
 from helpers.strategies import ragged_batches

@@ -16,8 +16,9 @@ from counterpoise.cli import run_command
 from counterpoise.policy import load_model
 from counterpoise.probes import first_error_tokens, localise, open_scene
 from counterpoise.probes.localisation import scene_rows
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks.arithmetic import Arithmetic, demonstration
-from counterpoise.types import RolloutBatch, TokenBatch
+from counterpoise.types import TokenBatch
 from helpers.probe_run import small_run
 
 

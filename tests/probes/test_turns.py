@@ -31,10 +31,10 @@ from counterpoise.probes.turns import (
     turn_credits,
     turn_numbers,
 )
+from counterpoise.rollouts import Conversation
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.trainer.config import ConfigError, parse_config
 from counterpoise.trainer.loop import train
-from counterpoise.types import Conversation
 
 GAME = Guess(n=3, turns=2)
 

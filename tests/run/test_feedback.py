@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 import counterpoise as cp
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.run.write import write_rollouts
-from counterpoise.types import Prompt, RolloutBatch, TokenBatch
+from counterpoise.types import Prompt, TokenBatch
 
 
 def rollouts(feedback):

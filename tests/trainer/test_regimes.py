@@ -16,11 +16,11 @@ from counterpoise.catalogue.registry import method as make_method
 from counterpoise.maths.trie import prefix_nodes
 from counterpoise.policy import load_model
 from counterpoise.policy.load import BUNDLED
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import RolloutSampler
 from counterpoise.trainer.config import Config, ConfigError, load_config, parse_config
 from counterpoise.trainer.loop import train
-from counterpoise.types import RolloutBatch
 
 SMALL = {
     "task": {"name": "arithmetic", "difficulty": "easy"},

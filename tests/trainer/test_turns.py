@@ -7,12 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run.parquet import KINDS
 from counterpoise.run.read import read_jsonl
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.run.schema import ROLLOUT_COLUMNS, TOKEN_COLUMNS, TOKEN_TURN_COLUMNS, TURN_COLUMNS
 from counterpoise.trainer.metrics import turn_metrics
-from counterpoise.types import Conversation, RolloutBatch, TokenBatch
+from counterpoise.types import TokenBatch
 from helpers.turns_run import turns_run
 
 

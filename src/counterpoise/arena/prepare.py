@@ -19,8 +19,9 @@ from torch import Tensor
 from counterpoise.arena.crew import Host, Job, Shelf, judge
 from counterpoise.arena.member import Member
 from counterpoise.catalogue.method import Method
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.warn import said_by_us
-from counterpoise.types import RolloutBatch, Rows, TokenBatch
+from counterpoise.types import Rows, TokenBatch
 
 
 class Prepared(NamedTuple):

@@ -9,8 +9,9 @@ correction by reward - edit_cost * normalised edit distance is kept, one per fai
 from __future__ import annotations
 
 from counterpoise.credit.align import edit_distance, nearest_correct
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.stage import Sampler
-from counterpoise.types import RolloutBatch, TokenBatch
+from counterpoise.types import TokenBatch
 
 TEMPLATE = (
     "{prompt}\n\nA wrong answer:\n{failed}\n\nA correct answer to learn"

@@ -20,8 +20,9 @@ from counterpoise.ledger.measures.drift import drift, fill_bank, score_solutions
 from counterpoise.ledger.measures.jitter import jitter
 from counterpoise.maths.reduce import masked_mean
 from counterpoise.policy import Policy
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.run.write import write_tokens
-from counterpoise.types import Credit, RolloutBatch, Rows, TokenLoss
+from counterpoise.types import Credit, Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.ledger")
 

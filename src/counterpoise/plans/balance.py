@@ -15,8 +15,8 @@ from torch import Tensor
 
 from counterpoise.errors import check_choice, check_number, check_whole
 from counterpoise.plans.orders import check_updates, deal, join_blocks, rows_by_prompt, shuffle
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.stage import SUCCESS, Sampler, declare
-from counterpoise.types import RolloutBatch
 
 MODES = ("groups", "per_query", "buffer")
 

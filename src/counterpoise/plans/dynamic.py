@@ -10,8 +10,8 @@ from torch import Tensor
 from counterpoise.errors import ConfigError, check_choice, check_whole
 from counterpoise.maths.reduce import groups
 from counterpoise.plans.orders import check_updates, random_rows
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.stage import SUCCESS, Sampler, Stage, call, declare
-from counterpoise.types import RolloutBatch
 
 METRICS = ("success", "reward")
 

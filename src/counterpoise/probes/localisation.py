@@ -25,8 +25,9 @@ from counterpoise.probes.ranking import place
 from counterpoise.probes.references import UNIFORM, reference_weights
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.sheet import Sheet, merged, number_text, ordered, rule_figure
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import Task, first_error
-from counterpoise.types import RolloutBatch, TokenBatch
+from counterpoise.types import TokenBatch
 
 MEASURES = {
     "share": "share",

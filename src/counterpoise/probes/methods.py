@@ -12,9 +12,10 @@ from counterpoise.catalogue.registry import method as make_method
 from counterpoise.catalogue.registry import methods as known_methods
 from counterpoise.policy import load_model
 from counterpoise.probes.scene import Scene
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
-from counterpoise.types import Credit, RolloutBatch, TokenBatch, cut_width
+from counterpoise.types import Credit, TokenBatch, cut_width
 
 ALL = "all"  # every preset that needs no score of turns, those of plug-ins too
 

@@ -17,6 +17,7 @@ from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger.calculus.logprobs import Texts
 from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.policy import Policy
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
@@ -27,7 +28,7 @@ from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy, set_rate
 from counterpoise.trainer.update import adamw
-from counterpoise.types import Credit, Plan, RolloutBatch, Rows
+from counterpoise.types import Credit, Plan, Rows
 
 
 class Scene(NamedTuple):

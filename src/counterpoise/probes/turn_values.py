@@ -17,7 +17,8 @@ from torch import Tensor
 from counterpoise.environments.games import Game
 from counterpoise.environments.values import History, Tree, outcomes, tree, values
 from counterpoise.probes.output import Columns
-from counterpoise.types import Conversation, Prompt
+from counterpoise.rollouts import Conversation
+from counterpoise.types import Prompt
 
 # how likely a policy plays each action after each of the tree's histories: probability_HA
 Plays = Callable[[Prompt, Tree], Tensor]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.trie import row_mask
+from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run import parquet
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import SAME_FILES, SCHEMA_VERSION
-from counterpoise.types import Conversation, Credit, Prompt, RolloutBatch, TokenBatch, stack_batches
+from counterpoise.types import Credit, Prompt, TokenBatch, stack_batches
 
 READ = (  # columns that a RolloutBatch can be made again from
     *("group", "prompt_id", "prompt", "answer", "prompt_ids", "text", "stop_reason"),

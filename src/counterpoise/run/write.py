@@ -30,7 +30,8 @@ from counterpoise.run.read import batch_files, read_mapping
 from counterpoise.run.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
-    from counterpoise.types import Credit, RolloutBatch
+    from counterpoise.rollouts import RolloutBatch
+    from counterpoise.types import Credit
 
 log = logging.getLogger("counterpoise.run")
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from counterpoise.environments import Environment, Reply
 from counterpoise.environments.episodes import Episodes
 from counterpoise.policy.bridge import Bridge
+from counterpoise.rollouts import Conversation
 from counterpoise.sampling.slots import Answer
 from counterpoise.tasks.workers import Fault
-from counterpoise.types import Conversation, Prompt
+from counterpoise.types import Prompt
 
 CHECKED = 100  # every so many rows one is played again, to see that an episode is its actions
 FAILED = ("failed", "timed out")

@@ -14,13 +14,14 @@ from counterpoise.environments import is_environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.precision import autocast
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.stage import call
 from counterpoise.tasks import Grades, Task, grade
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
-from counterpoise.types import Prompt, RolloutBatch, TokenBatch
+from counterpoise.types import Prompt, TokenBatch
 
 SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
 

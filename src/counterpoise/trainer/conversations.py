@@ -12,11 +12,12 @@ from counterpoise.environments import Environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy
 from counterpoise.policy.bridge import Bridge
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.sampling.conversation import converse
 from counterpoise.sampling.play import FAILED, Limits, Play
 from counterpoise.trainer.config import Config
-from counterpoise.types import Prompt, RolloutBatch, TokenBatch
+from counterpoise.types import Prompt, TokenBatch
 
 ADVICE = "Mend the environment; grader_max_failed_frac says how many may fail."
 

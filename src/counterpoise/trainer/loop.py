@@ -21,6 +21,7 @@ from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, add_lora, load_model
 from counterpoise.policy.load import quiet
 from counterpoise.policy.precision import autocast
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import checkpoint, own, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import read_jsonl
@@ -56,7 +57,7 @@ from counterpoise.trainer.warn import (
     listed,
     said_by_us,
 )
-from counterpoise.types import Credit, RolloutBatch
+from counterpoise.types import Credit
 
 
 class Result(NamedTuple):

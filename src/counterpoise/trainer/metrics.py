@@ -13,10 +13,11 @@ from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import groups, masked_mean
 from counterpoise.maths.turns import turns
 from counterpoise.plans import plan_metrics
+from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run.schema import END_REASONS
 from counterpoise.trainer.collect import RolloutSampler
 from counterpoise.trainer.update import Update
-from counterpoise.types import Conversation, Credit, Plan, RolloutBatch, TokenBatch
+from counterpoise.types import Credit, Plan, TokenBatch
 
 NUM_TURNS = 8  # the first turns have numbers of their own
 

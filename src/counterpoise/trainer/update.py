@@ -19,8 +19,9 @@ from counterpoise.policy.backbone import backbone
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.policy.precision import autocast
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
-from counterpoise.types import RolloutBatch, Rows, TokenLoss
+from counterpoise.types import Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.trainer")
 _FITS: WeakKeyDictionary[Any, int] = (

@@ -11,8 +11,9 @@ import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 from counterpoise.errors import MethodWarning
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import number
-from counterpoise.types import Credit, RolloutBatch
+from counterpoise.types import Credit
 
 FLAT_BATCHES = 3  # so many batches in a row with nothing to learn are worth a line
 

@@ -18,10 +18,11 @@ from counterpoise.maths.trie import row_mask
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.policy.bridge import Bridge
 from counterpoise.policy.load import stop_tokens
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.sampling.play import Limits, Play, extra_fields
 from counterpoise.trainer.collect import prompts_from
 from counterpoise.trainer.conversations import decoder, play_out
-from counterpoise.types import Prompt, RolloutBatch
+from counterpoise.types import Prompt
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin

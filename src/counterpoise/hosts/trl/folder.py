@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.turns import conversations
 from counterpoise.maths.trie import row_mask
+from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run.write import create_run
-from counterpoise.types import Conversation, Prompt, RolloutBatch, TokenBatch
+from counterpoise.types import Prompt, TokenBatch
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.config import CreditGRPOConfig

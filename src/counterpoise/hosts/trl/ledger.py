@@ -29,11 +29,12 @@ from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.summary import mean_of
 from counterpoise.maths.reduce import derived_seed, masked_mean
+from counterpoise.rollouts import Conversation
 from counterpoise.run import write
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import INSIDE_TRL
 from counterpoise.trainer.metrics import turn_metrics
-from counterpoise.types import Conversation, Credit, Plan, Rows, TokenBatch, TokenLoss
+from counterpoise.types import Credit, Plan, Rows, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin

@@ -62,7 +62,8 @@ from counterpoise.hosts.trl.turns import (
     turn_columns,
 )
 from counterpoise.plans.audit import plan_metrics
-from counterpoise.types import Conversation, Plan
+from counterpoise.rollouts import Conversation
+from counterpoise.types import Plan
 
 __all__ = ["CreditGRPOConfig", "CreditGRPOTrainer", "CreditMixin"]
 

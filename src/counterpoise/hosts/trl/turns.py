@@ -23,8 +23,9 @@ from counterpoise.hosts.trl.live import FILLER, places
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.told import FIELDS, SCORES, Told, told_by_fields
 from counterpoise.maths.turns import runs, turns
+from counterpoise.rollouts import Conversation
 from counterpoise.sampling.play import state_key, state_keys
-from counterpoise.types import Conversation, TokenBatch
+from counterpoise.types import TokenBatch
 
 if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin

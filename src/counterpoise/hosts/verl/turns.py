@@ -23,9 +23,9 @@ from torch import Tensor
 
 from counterpoise.hosts.verl.method import PREFIX, Setup
 from counterpoise.maths.turns import runs
+from counterpoise.rollouts import Conversation
 from counterpoise.sampling.play import FAILED, state_key, state_keys
 from counterpoise.trainer.metrics import talk_metrics
-from counterpoise.types import Conversation
 
 Fields = Mapping[str, Any]
 Spans = list[tuple[int, int]]

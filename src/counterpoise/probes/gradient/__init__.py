@@ -34,9 +34,9 @@ from counterpoise.probes.gradient.vectors import Forward, coefficients, moments_
 from counterpoise.probes.methods import method_of, methods_of
 from counterpoise.probes.output import Frame, Output
 from counterpoise.probes.scene import Scene
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.collect import RolloutSampler
 from counterpoise.trainer.update import budget_that_fits
-from counterpoise.types import RolloutBatch
 
 __all__ = ["coefficients", "compare_gradients", "figure", "probe", "sheet", "summarise"]
 

@@ -25,8 +25,8 @@ from counterpoise.probes.gradient.vectors import (
     with_columns,
 )
 from counterpoise.probes.output import Rows
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.warn import said_by_us
-from counterpoise.types import RolloutBatch
 
 GRADIENT, ADAMW = METRICS = ("gradient", "adamw")
 YARDSTICK = "plain rollouts"  # the label of PLAIN in the tables

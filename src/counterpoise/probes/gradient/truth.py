@@ -23,8 +23,8 @@ from counterpoise.probes.gradient.vectors import (
     sketch_signs,
 )
 from counterpoise.probes.output import Rows
+from counterpoise.rollouts import RolloutBatch
 from counterpoise.run.files import write_atomically
-from counterpoise.types import RolloutBatch
 
 # REINFORCE with the mean of the other rollouts as baseline, every token alike: on-policy it has no
 # bias

@@ -23,7 +23,8 @@ from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.measure import TOKEN_BUDGET, measure
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.policy.precision import autocast
-from counterpoise.types import Credit, RolloutBatch, TokenBatch
+from counterpoise.rollouts import RolloutBatch
+from counterpoise.types import Credit, TokenBatch
 
 SAME = 1e-9  # 1 - cosine of coefficients below which two methods share a backward
 SKETCH = 8191  # prime, so that no column of a weight matrix falls on one number
