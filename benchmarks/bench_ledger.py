@@ -115,7 +115,7 @@ class Bench(NamedTuple):
         with timed_stages(self.clock) as stages:
             recording = ledger_recording(config, self.policy, 0)
             with observe(
-                folder, self.policy, optimizer, collected, credit, recording, 0, None
+                folder, self.policy, optimizer, collected, credit, recording, 0, None, len(plan)
             ) as ledger:
                 for row_R in plan:
                     rows = method.rows(collected.batch, credit, row_R)

@@ -89,6 +89,28 @@ def test_a_member_samples_and_learns_as_the_trainer_does(tmp_path: Path, num_wor
         assert torch.linalg.vector_norm(flat(model) - trained) < 2e-4 * moved
 
 
+def test_epochs_are_the_trainers(tmp_path: Path) -> None:
+    """Two updates, gone through three times, by two methods side by side; rounding adds up over
+    them.
+    """
+    optimizer = {"lr": 1e-4, "updates_per_batch": 2, "epochs": 3, "eps": 1e-2}
+    configs = [
+        recipe(name, seed, run_dir=str(tmp_path / name), optimizer=optimizer)
+        for name, seed in (("tpo", 6), ("grpo", 3))
+    ]
+    stack, members = bench(configs)
+    start = flat(load_model("bundled").model)
+    assert len(train_batch(stack, members, 0).norms) == 6
+    for s, config in enumerate(configs):
+        train(config)
+        trained = flat(load_model(str(checkpoints(Path(config.run_dir))[-1])).model)
+        assert members[s].num_updates == config.num_updates == 6
+        model = load_model("bundled").model
+        put_member(stack.stack, s, model)
+        moved = torch.linalg.vector_norm(trained - start)
+        assert torch.linalg.vector_norm(flat(model) - trained) < 2e-3 * moved
+
+
 def test_evaluation_is_the_trainers() -> None:
     config = recipe("grpo")
     stack, members = bench([config, config])

@@ -45,7 +45,8 @@ class Cut(NamedTuple):
 
 
 def apply_updates(bench: Bench, members: Sequence[Member], collected: Collected) -> list[Tensor]:
-    """All updates of a batch, in place; the gradient's norm of each update and member, [S].
+    """All updates of a batch, ``optimizer.epochs`` times over, in place; the gradient's norm of
+    each update and member, [S].
 
     A member whose plan has fewer updates rests in the last ones. A member whose log-probs or
     gradient are not finite stops: its weights stay.
@@ -53,9 +54,10 @@ def apply_updates(bench: Bench, members: Sequence[Member], collected: Collected)
     prepared, (_, _, width) = collected.prepared, collected.texts.mask_SNT.shape
     device = collected.texts.mask_SNT.device
     whole = whole_batch(prepared, width, device)
+    num_updates, epochs = max(len(one.row) for one in prepared), members[0].config.optimizer.epochs
     return [
         apply_update(bench, members, collected.texts, whole, cut_of(prepared, at, width, device))
-        for at in range(max(len(one.row) for one in prepared))
+        for at in [*range(num_updates)] * epochs
     ]
 
 
@@ -218,12 +220,7 @@ def step_members(bench: Bench, members: Sequence[Member], runs: Sequence[bool]) 
 def rates(members: Sequence[Member]) -> Tensor:
     """Each member's learning rate at its next update, [S] float64."""
     values = [
-        learning_rate(
-            m.config.optimizer,
-            m.num_updates,
-            m.config.num_batches * m.config.optimizer.updates_per_batch,
-        )
-        for m in members
+        learning_rate(m.config.optimizer, m.num_updates, m.config.num_updates) for m in members
     ]
     return torch.tensor(values, dtype=torch.float64)
 

@@ -7,7 +7,7 @@ The ledger only looks: a run with it and a run without it are equal bit for bit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from torch import Tensor
 from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.measures.drift import drift, fill_bank, score_solutions
 from counterpoise.ledger.measures.jitter import jitter
-from counterpoise.maths.reduce import masked_mean
+from counterpoise.ledger.summary import mean_of
+from counterpoise.ledger.table import join_passes
+from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.policy import Policy
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.run.write import write_tokens
@@ -55,13 +57,14 @@ def observe(
     recording: Recording,
     batch_number: int,
     state: State | None,
+    num_updates: int,
 ) -> Iterator[Observer]:
-    """Watch the updates of one batch; afterwards ``metrics`` (keys ``ledger/...``) and ``state``
-    (JSON, for the next batch) are there.
+    """Watch the updates of one batch, ``num_updates`` in each pass over it; afterwards ``metrics``
+    (keys ``ledger/...``) and ``state`` (JSON, for the next batch) are there.
     """
-    observer = Observer(run_dir, policy, collected, recording, batch_number, state)
+    observer = Observer(run_dir, policy, collected, recording, batch_number, state, num_updates)
     if recording.every and batch_number % recording.every == 0:
-        observer.open_book(optimizer, credit)
+        observer.open_books(optimizer, credit)
     yield observer
     if recording.every:
         observer.close()
@@ -80,21 +83,38 @@ class Observer:
         recording: Recording,
         batch_number: int,
         state: State | None,
+        num_updates: int,
     ) -> None:
         self.run_dir, self.policy, self.collected = run_dir, policy, collected
         self.recording, self.batch_number = recording, batch_number
+        self.num_updates = num_updates
         self.metrics: dict[str, float] = {}
         self.state: State = dict(state or {})
         self._grad_norms: list[float] = []
-        self._book: Book | None = None
+        self._books: list[Book] = []  # one per pass over the batch
+        self._next_book: Callable[[], Book] | None = None
 
-    def open_book(self, optimizer: torch.optim.Optimizer, credit: Credit) -> None:
+    def open_books(self, optimizer: torch.optim.Optimizer, credit: Credit) -> None:
         """Account for the batch."""
-        collected = self.collected
+        collected, how = self.collected, self.recording.book
         rollouts = (collected.batch, collected.prompt_ids, credit)
-        self._book = Book(self.policy.model, optimizer, *rollouts, self._texts, self.recording.book)
+
+        def next_book() -> Book:
+            number = len(self._books)
+            seed = derived_seed(how.seed, number, "pass") if number else how.seed
+            settings = how._replace(seed=seed)
+            return Book(self.policy.model, optimizer, *rollouts, self._texts, settings)
+
+        self._next_book = next_book
+
+    @property
+    def _book(self) -> Book | None:
+        """That of the pass that goes on."""
+        return self._books[-1] if self._books else None
 
     def before(self) -> None:
+        if self._next_book is not None and len(self._grad_norms) % self.num_updates == 0:
+            self._books.append(self._next_book())
         with within_memory(self._book, self._give_up):
             if self._book is not None:
                 self._book.before()
@@ -108,19 +128,20 @@ class Observer:
     def close(self) -> None:
         """Write the table, gather the numbers, carry the state on."""
         self._fill_bank()
-        if self._book is not None:
-            write_tokens(self.run_dir, self.batch_number, self._book.table(self.batch_number))
-            self.metrics |= (
-                self._book.summary() | self._cumulative(self._book.taxes) | self._drift()
-            )
-            for note in self._book.notes:
+        if self._books:
+            tables = [book.table(self.batch_number) for book in self._books]
+            write_tokens(self.run_dir, self.batch_number, join_passes(tables, self.num_updates))
+            taxes = [tax for book in self._books for tax in book.taxes]
+            numbers = mean_of([book.summary() for book in self._books])
+            self.metrics |= numbers | self._cumulative(taxes) | self._drift()
+            for note in [note for book in self._books for note in book.notes]:
                 self._say(note)
         jitters, self.state["jitter"] = jitter(self.state.get("jitter"), self._series())
         self.metrics |= {f"jitter/{name}": value for name, value in jitters.items()}
         self.metrics = {f"ledger/{name}": value for name, value in self.metrics.items()}
 
     def _give_up(self, why: str) -> None:
-        self._book = None
+        self._books, self._next_book = [], None
         self._say(why)
 
     def _series(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from counterpoise.ledger.measures.changes import CHANGES
 from counterpoise.ledger.measures.classes import Facts
 from counterpoise.maths.turns import token_advantage
+from counterpoise.run.files import Columns
 from counterpoise.run.schema import PART_PREFIX, TOKEN_COLUMNS
 from counterpoise.types import Credit, TokenBatch
 
@@ -49,6 +50,23 @@ def token_table(
         name: out[name]
         for name in [*TOKEN_COLUMNS, *(name for name in out if name not in TOKEN_COLUMNS)]
     }
+
+
+def join_passes(tables: Sequence[Columns], num_updates: int) -> Columns:
+    """The tables of several passes over a batch below each other, a row per token and pass; updates
+    are counted on, ``num_updates`` per pass.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if len(tables) == 1:
+        return tables[0]
+    counted = [
+        {**columns, "update": pc.add(columns["update"], k * num_updates)}  # pyright: ignore[reportAttributeAccessIssue]
+        for k, columns in enumerate(tables)
+    ]
+    table = pa.concat_tables([pa.table(columns) for columns in counted]).unify_dictionaries()
+    return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
 def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def probe(scene: Scene, output: Output) -> None:
 
     Equal weights leave |sum A| / sum |A| of the rollouts at the node, 0 where the whole group is
     there. The excess is the distance from that."""
-    if len(scene.plan) < 2:
+    if len(scene.updates) < 2:
         raise ValueError(
             "exchangeability: one update a batch is on-policy, all ratios are 1. Train with"
-            " optimizer.updates_per_batch above 1."
+            " optimizer.updates_per_batch or optimizer.epochs above 1."
         )
     output.table("nodes", lambda: node_rows(scene))
 

@@ -50,6 +50,11 @@ class Scene(NamedTuple):
     plan: Plan
 
     @property
+    def updates(self) -> tuple[Tensor, ...]:
+        """The rows of every update of the batch, those of later epochs too."""
+        return self.plan.updates * self.config.optimizer.epochs
+
+    @property
     def rows(self) -> Rows:
         """The rows of the batch's first update: on-policy, so nothing is clipped yet."""
         return self.method.rows(self.collected.batch, self.credit, self.plan.updates[0])

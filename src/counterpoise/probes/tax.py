@@ -35,7 +35,7 @@ MASKED = ("shared", "both_signs")  # each has a control without its tokens
 FRACTIONS = (0.25, 0.5, 1.0, 2.0)
 FIRST = (
     "the batch has one update, which is the first: all ratios are 1 and nothing is clipped. Train"
-    " with optimizer.updates_per_batch above 1 to see what they cost"
+    " with optimizer.updates_per_batch or optimizer.epochs above 1 to see what they cost"
 )
 
 
@@ -100,7 +100,7 @@ def context_columns(scene: Scene) -> Columns:
     group = rows.group_N[:, None].expand_as(mask_RT)[mask_RT].tolist()
     return {
         "variant": [name for name in kl for _ in names],
-        "update": [len(scene.plan) - 1] * (len(kl) * len(names)),
+        "update": [len(scene.updates) - 1] * (len(kl) * len(names)),
         "group": group * len(kl),
         "token": list(range(len(names))) * len(kl),
         "context": names * len(kl),

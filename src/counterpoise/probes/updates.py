@@ -40,8 +40,7 @@ def before_last_update(scene: Scene) -> Iterator[Rows]:
     model, optimizer = scene.policy.model, scene.optimizer
     saved = snapshot(model, optimizer)
     *first, last = [
-        scene.method.rows(scene.collected.batch, scene.credit, row_R)
-        for row_R in scene.plan.updates
+        scene.method.rows(scene.collected.batch, scene.credit, row_R) for row_R in scene.updates
     ]
     try:
         for k, rows in enumerate(first):

@@ -117,8 +117,8 @@ TURN_COLUMNS = {
 TOKEN_COLUMNS = {
     "batch": "batch, counted from 0",
     "update": (
-        "which update of the batch trained this token, counted from 0; null if the plan"
-        " left its rollout out"
+        "which update of the batch trained this token, counted from 0 and on over epochs (a row"
+        " each); null if the plan left its rollout out"
     ),
     "group": "number of the prompt in its batch",
     "rollout": "number of the rollout in its batch",

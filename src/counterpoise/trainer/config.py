@@ -67,6 +67,9 @@ class Optimizer(Section):
     """AdamW's weight decay."""
     updates_per_batch: int = Field(default=4, ge=1)
     """Updates (optimizer steps) that one batch is cut into."""
+    epochs: int = Field(default=1, ge=1)
+    """Times that the updates of a batch are gone through, in the same order; credit and the
+    sampler's log-probs stay those of the batch."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null does not clip."""
     warmup: int = Field(default=0, ge=0)
@@ -145,7 +148,8 @@ class Config(Section):
     method: dict[str, Any] = {"name": "grpo"}
     """A method by name, then any of its six axes; success: a threshold of its own."""
     num_batches: int = Field(default=60, ge=1)
-    """Rounds of sampling; each is cut into optimizer.updates_per_batch updates."""
+    """Rounds of sampling; each is cut into optimizer.updates_per_batch updates, which are gone
+    through optimizer.epochs times."""
     rollouts: Rollouts = Rollouts()
     """Sampling."""
     optimizer: Optimizer = Optimizer()
@@ -175,6 +179,11 @@ class Config(Section):
     """Where metrics also go: tensorboard, wandb, trackio."""
     project: str = "counterpoise"
     """Project name for wandb and trackio."""
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole run."""
+        return self.num_batches * self.optimizer.updates_per_batch * self.optimizer.epochs
 
     @property
     def success(self) -> float:

@@ -153,9 +153,10 @@ def train_policy(
             updates: list[Update] = []
             recording = ledger_recording(config, policy, batch_number)
             with observe(
-                run_dir, policy, optimizer, collected, credit, recording, batch_number, state.ledger
+                *(run_dir, policy, optimizer, collected, credit),
+                *(recording, batch_number, state.ledger, len(plan)),
             ) as ledger:
-                for row_R in plan:
+                for row_R in plan.updates * config.optimizer.epochs:
                     set_rate(optimizer, config, state.num_updates + len(updates))
                     rows = method.rows(collected.batch, credit, row_R)
                     ledger.before()
@@ -284,9 +285,7 @@ def ledger_recording(config: Config, policy: Policy, batch_number: int) -> Recor
 
 
 def set_rate(optimizer: torch.optim.Optimizer, config: Config, update: int) -> None:
-    rate = learning_rate(
-        config.optimizer, update, config.num_batches * config.optimizer.updates_per_batch
-    )
+    rate = learning_rate(config.optimizer, update, config.num_updates)
     for group in optimizer.param_groups:
         group["lr"] = rate
 

@@ -14,8 +14,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
@@ -28,6 +26,7 @@ from counterpoise.hosts.trl.scoring import record_calls
 from counterpoise.ledger.book import Book, Settings, within_memory
 from counterpoise.ledger.measures.residual import residuals
 from counterpoise.ledger.summary import mean_of
+from counterpoise.ledger.table import join_passes
 from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.rollouts import Conversation
 from counterpoise.run import write
@@ -199,8 +198,7 @@ class Ledger(TrainerCallback):
     def _keep_pass(self) -> None:
         if self.book is None:
             return
-        first = len(self._tables) * num_updates(self.trainer)
-        self._tables.append(count_updates_from(first, self.book.table(self._number)))
+        self._tables.append(self.book.table(self._number))
         self._summaries.append(self.book.summary())
 
     def close(self) -> None:
@@ -218,7 +216,9 @@ class Ledger(TrainerCallback):
         self.book = None
 
     def _numbers(self, book: Book) -> dict[str, float]:
-        write.write_tokens(self.folder, self._number, join_tables(self._tables))
+        write.write_tokens(
+            self.folder, self._number, join_passes(self._tables, num_updates(self.trainer))
+        )
         numbers = {f"ledger/{name}": value for name, value in mean_of(self._summaries).items()}
         for name, value in numbers.items():
             self.trainer._metrics["train"][name].append(value)
@@ -277,19 +277,6 @@ class Ledger(TrainerCallback):
         return self.trainer.processing_class.batch_decode(
             [[token] for token in ids], skip_special_tokens=False
         )
-
-
-def count_updates_from(first: int, columns: Columns) -> Columns:
-    """A token table whose updates are numbered from ``first``."""
-    return {**columns, "update": pc.add(columns["update"], first)} if first else columns  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def join_tables(tables: list[Columns]) -> Columns:
-    """The tables of several passes below each other: a row per token and update."""
-    if len(tables) == 1:
-        return tables[0]
-    table = pa.concat_tables([pa.table(dict(columns)) for columns in tables]).unify_dictionaries()
-    return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
 def _token_loss(rows: Rows, total_NT: Tensor, ratio_NT: Tensor) -> TokenLoss:
