@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -174,22 +175,38 @@ def test_the_command(
     assert "another design" in capsys.readouterr().err
 
 
+GAME = {
+    "model": "bundled_turns",
+    "chat": False,
+    "device": "cpu",
+    "task": {"name": "guess", "n": 8, "turns": 2},
+    "num_batches": 1,
+    "ledger": {"every": 0},
+    "trackers": [],
+    "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 8, "max_turns": 2},
+}
+
+
+def test_evaluations_on_the_way_change_no_run_that_trains_alone(tmp_path: Path) -> None:
+    """Not with a rate that falls until the last batch either."""
+    falling = {**GAME, "num_batches": 3, "optimizer": {"schedule": "linear", "lr": 1e-3}}
+    arms = (Arm("turn_rloo", {"method": {"name": "turn_rloo"}}),)
+    plan = design(recipe=falling, arms=arms, control="turn_rloo", rates=(1e-3,))
+    stepped = run(tmp_path / "stepped", plan)
+    straight = run(tmp_path / "straight", dataclasses.replace(plan, evaluations=(3,)))
+    assert sorted({batch for _, batch in stepped}) == [0, 1, 3]
+    assert len(straight) == 2
+    for key, result in straight.items():
+        names = set(result.values) - {"train_reward"}
+        assert {n: stepped[key].values[n] for n in names} == {n: result.values[n] for n in names}
+
+
 def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> None:
-    game = {
-        "model": "bundled_turns",
-        "chat": False,
-        "device": "cpu",
-        "task": {"name": "guess", "n": 8, "turns": 2},
-        "num_batches": 1,
-        "ledger": {"every": 0},
-        "trackers": [],
-        "rollouts": {"prompts": 4, "group_size": 4, "max_new_tokens": 8, "max_turns": 2},
-    }
     arms = (
         Arm("turn_rloo", {"method": {"name": "turn_rloo"}}),
         Arm("fast", {"method": {"name": "turn_rloo"}, "optimizer": {"betas": [0.0, 0.9]}}),
     )
-    plan = design(recipe=game, arms=arms, control="turn_rloo", evaluations=(1,))
+    plan = design(recipe=GAME, arms=arms, control="turn_rloo", evaluations=(1,))
     one = run(tmp_path / "one", plan)
     two = run(tmp_path / "two", plan, jobs=2)
     assert len(one) == 4

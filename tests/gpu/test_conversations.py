@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from counterpoise.trainer import train
 from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.loop import train
 from helpers.conversations import Script, assert_equal_conversations, play
 from helpers.tiny_models import tiny
 

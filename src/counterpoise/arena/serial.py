@@ -91,13 +91,12 @@ def train_to(
     design: Design, config: Config, folder: Path, before: int, at: int
 ) -> dict[str, float | None]:
     """Train until ``at`` batches are done, then evaluate."""
-    until = config.model_copy(update={"num_batches": at})
     if at:
         is_begun = bool(checkpoints(folder))
-        train(until, resume=is_begun, fresh=not is_begun)
+        train(config, until=at, resume=is_begun, fresh=not is_begun)
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["batch"] >= before]
     mean = float(np.mean([row["reward/mean"] for row in rows])) if rows else None
-    row = {"train_reward": mean, "num_updates": until.num_updates}
+    row = {"train_reward": mean, "num_updates": config.num_updates // config.num_batches * at}
     return {**scores(design, config, folder, at), **row}
 
 

@@ -163,8 +163,7 @@ def play_out(
     ).replace(**columns, **{k: column * mask_NT[:, :, None] for k, column in sampled.items()})
     ids_NT, keep_NT = rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu()
     texts = policy.tokenizer.batch_decode(
-        [ids[keep].tolist() for ids, keep in zip(ids_NT, keep_NT)],
-        skip_special_tokens=True,
+        [ids[keep].tolist() for ids, keep in zip(ids_NT, keep_NT)], skip_special_tokens=True
     )
     return RolloutBatch(
         prompts=list(prompts),

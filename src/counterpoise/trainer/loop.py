@@ -74,7 +74,12 @@ class Result(NamedTuple):
 
 
 def train(
-    config: Config, *, resume: bool = False, fresh: bool = False, progress: Progress | None = None
+    config: Config,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    until: int | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Train a policy by the recipe; everything that happened is in the run folder.
 
@@ -83,6 +88,8 @@ def train(
         resume: continue the run in ``config.run_dir`` from its last checkpoint, bit-identically on
             CPU.
         fresh: replace a run that is there.
+        until: stop after this many batches, with a checkpoint; the learning rate stays that of the
+            whole recipe.
     """
     run_dir = Path(config.run_dir)
     own.check_free(run_dir, fresh=fresh, resume=resume)
@@ -97,14 +104,22 @@ def train(
     check_axes(config.ledger.decompose)
     with own.lock_run(run_dir):
         own.check_free(run_dir, fresh=fresh, resume=resume)
-        return train_policy(config, method, task, progress or Progress(quiet=True), changes, resume)
+        progress = progress or Progress(quiet=True)
+        return train_policy(config, method, task, progress, changes, resume, until)
 
 
 def train_policy(
-    config: Config, method: Method, task: Task, progress: Progress, changes: Changes, resume: bool
+    config: Config,
+    method: Method,
+    task: Task,
+    progress: Progress,
+    changes: Changes,
+    resume: bool,
+    until: int | None,
 ) -> Result:
     """The loop, in a run folder that is this process's own."""
     run_dir = Path(config.run_dir)
+    num_batches = config.num_batches if until is None else min(until, config.num_batches)
     policy, reference = load_policy(config, method)
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
@@ -120,7 +135,7 @@ def train_policy(
         if not resume:
             evaluate_policy(run_dir, 0, policy, task, config, progress)
             save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
-        while state.batch_number < config.num_batches and not stop:
+        while state.batch_number < num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
 
             sampler = RolloutSampler(
@@ -201,7 +216,7 @@ def train_policy(
                 optimizer,
                 state,
                 config,
-                always=is_due or bool(stop) or state.batch_number == config.num_batches,
+                always=is_due or bool(stop) or state.batch_number == num_batches,
             )
             for tracker in trackers:
                 tracker.log(batch_number, {**metrics, **clock.seconds})
