@@ -37,8 +37,9 @@ CHARACTERS = string.digits + string.ascii_lowercase + "<>=?!+-:"
 GAMES = (
     (Guess(n=16, turns=5), 0.3),
     (Guess(n=8, turns=4), 0.1),
-    (Mastermind(turns=4), 0.3),
-    (Lookup(turns=5), 0.3),
+    (Mastermind(turns=4), 0.2),
+    (Mastermind(letters=2, turns=4), 0.1),
+    (Lookup(turns=8), 0.3),
 )
 LESSONS = 0.3  # of the rows after the sums are learned
 ANSWER_FRAC = 0.25  # of a lookup player's turns

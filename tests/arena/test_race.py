@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from counterpoise.arena.page import write_page
 from counterpoise.arena.race import race
 from counterpoise.arena.results import Result, read_activity, read_results
 from counterpoise.cli import dispatch
+from counterpoise.trainer import loop
 
 RECIPE = {
     "model": "bundled",
@@ -199,6 +202,21 @@ def test_evaluations_on_the_way_change_no_run_that_trains_alone(tmp_path: Path) 
     for key, result in straight.items():
         names = set(result.values) - {"train_reward"}
         assert {n: stepped[key].values[n] for n in names} == {n: result.values[n] for n in names}
+
+
+def test_a_run_that_is_stopped_on_request_has_no_result_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def stopped(note: object) -> Iterator[list[int]]:
+        yield [2]
+
+    monkeypatch.setattr(loop, "stop_requests", stopped)
+    arms = (Arm("turn_rloo", {"method": {"name": "turn_rloo"}}),)
+    plan = design(recipe=GAME, arms=arms, control="turn_rloo", evaluations=(0, 1))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "arena", plan)
+    assert [one.batch for one in read_results(tmp_path / "arena")] == [0]
 
 
 def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> None:

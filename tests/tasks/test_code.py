@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import islice
 
 import pytest
@@ -55,6 +56,14 @@ def test_ranges_fields_and_shares_split_the_rows(path):
     train = {int(p.id) for p in islice(shares.prompts("train", seed=0), 50)}
     assert train | set(ids(shares, "test")) == set(range(1, 9))
     assert not train & set(ids(shares, "test"))
+
+
+def test_style_of_the_programs_in_a_file_is_not_remarked_on(tmp_path, recwarn):
+    row = {**ROWS[0], "code": "def add_1(x):\n    return len('\\w')"}
+    row["test_list"] = ["assert add_1('\\d') == 2"]
+    warnings.simplefilter("always")
+    assert next(task("code", path=write(tmp_path, [row]), test_frac=0.0).prompts("train", 0)).id
+    assert [one for one in recwarn if "escape" in str(one.message)] == []
 
 
 def test_a_stream_starts_where_it_is_told(path):

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from multiprocessing import Pipe
 
 import pytest
 
-from counterpoise.tasks import Grades, grade, task
+from counterpoise.tasks import Grades, grade, task, workers
 from counterpoise.tasks.workers import POOL
 from counterpoise.types import Prompt
 
@@ -193,3 +194,15 @@ def test_workers_import_the_callers_script_only_for_what_is_defined_there(
     }
     assert done.stdout.splitlines() == expected[whose]
     assert len(set(readers.read_text().split())) == num_readers
+
+
+def test_a_worker_whose_caller_is_gone_leaves_without_a_word(monkeypatch):
+    monkeypatch.setattr(workers.signal, "signal", lambda *a: None)
+    ours, theirs = Pipe()
+    ours.send((("asked",), 1.0))
+
+    def gone(task, memory, asked):
+        ours.close()
+        return asked
+
+    assert workers.work(theirs, gone) is None

@@ -93,7 +93,8 @@ def train_to(
     """Train until ``at`` batches are done, then evaluate."""
     if at:
         is_begun = bool(checkpoints(folder))
-        train(config, until=at, resume=is_begun, fresh=not is_begun)
+        if train(config, until=at, resume=is_begun, fresh=not is_begun).batch_number < at:
+            raise KeyboardInterrupt  # it stopped on request: these are not the weights after ``at``
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["batch"] >= before]
     mean = float(np.mean([row["reward/mean"] for row in rows])) if rows else None
     row = {"train_reward": mean, "num_updates": config.num_updates // config.num_batches * at}

@@ -264,7 +264,7 @@ def redefined_builtins(solution: str) -> tuple[str, ...]:
     ('sum',)
     """
     try:
-        body = ast.parse(solution).body
+        body = _parsed(solution).body
     except (SyntaxError, ValueError):
         return ()
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -308,12 +308,19 @@ def _tests(tests: list[str], where: str, field: str) -> list[str]:
         )
     for test in tests:
         try:
-            ast.parse(test.strip())
+            _parsed(test.strip())
         except (SyntaxError, ValueError) as error:
             raise ConfigError(
                 f"task code: {where}: a test is no Python ({error}): {test[:60]!r}."
             ) from error
     return tests
+
+
+def _parsed(source: str) -> ast.Module:
+    """Somebody's program, without Python's remarks on its style."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
 
 
 def _range(setting: str, text: str) -> range:

@@ -107,7 +107,10 @@ def work(connection: Connection, serve: Serve) -> None:
             _arm(time_limit_s + 10)
             answer = serve(task, memory, *asked)
             _arm(0)
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except BrokenPipeError:  # the caller is gone, and with it the question
+            return
 
 
 def _load(pickled: bytes) -> tuple[Any, str]:
