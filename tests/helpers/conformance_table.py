@@ -62,6 +62,7 @@ RULES = {
     "edits": Rule(keeps_sign=False),
     "top_entropy": Rule({"fraction": 0.3}),
     "conflict": Rule(),
+    "entropy_filter": Rule({"limit": 1.0}, keeps_sign=False),
     "probability_scaled": Rule(),
     "ktae": Rule(keeps_sign=False),
     "shared_prefix": Rule(),

@@ -134,7 +134,17 @@ def divergence_from_group(r, candidates, i, t):
     return total / 2 if total / 2 >= 1e-12 else 0.0
 
 
-def conflict(credit, r, positive, negative, runs):
+def entropy_filter(credit, r, limit, coef):
+    mean = [math.fsum(row) / len(row) if row else 0.0 for row in r.entropy]
+    return [
+        [c - coef * mean[i] if mean[i] <= limit else 0.0 for c in row]
+        for i, row in enumerate(credit)
+    ]
+
+
+def conflict(credit, r, positive, negative, runs, multiply=False, divide=False, rule=None):
+    """``rule`` is ``entropy_filter`` with its parameters, or none."""
+
     def contested(i, t, from_end):
         signs = set()
         for j in r.siblings(i):
@@ -143,13 +153,17 @@ def conflict(credit, r, positive, negative, runs):
                 signs.add((credit[j][s] > 0) - (credit[j][s] < 0))
         return {-1, 1} <= signs
 
-    out = copy(credit)
+    out = copy(credit) if rule is None else entropy_filter(credit, r, **rule.params)
+    conflicts = [0] * len(credit)
     for i, t in r.places():
         n = len(r.token_ids[i])
         start = runs != "end" and all(contested(i, s, False) for s in range(t + 1))
         end = runs != "start" and all(contested(i, s, True) for s in range(t, n))
-        if start or end:
-            out[i][t] = credit[i][t] * (positive if credit[i][t] > 0 else negative)
+        conflicts[i] += start or end
+        for _ in range(start + end if multiply else start or end):
+            out[i][t] *= positive if credit[i][t] > 0 else negative
+    if divide:
+        out = [[c / max(1, conflicts[i]) for c in row] for i, row in enumerate(out)]
     return out
 
 

@@ -157,9 +157,16 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "gtpo": (
-        "Tokens that correct and failed rollouts share are not punished.",
+        "Tokens that correct and failed rollouts share are not punished; undecided rollouts drop.",
         "arXiv 2508.03772",
-        {"credit": ["conflict"], "loss": CLIP},
+        {
+            "advantage": "group_mean",
+            "credit": [
+                {"name": "conflict", "multiply": True, "divide": True, "rule": "entropy_filter"}
+            ],
+            "loss": "reinforce",
+            "reduction": "per_sequence",
+        },
     ),
     "top_entropy": (
         "Credit on the fifth of tokens with the highest entropy.",
@@ -169,7 +176,10 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ar": (
         "Credit scaled down on improbable tokens.",
         "arXiv 2505.12929",
-        {"credit": ["probability_scaled"], "loss": CLIP},
+        {
+            "credit": [{"name": "probability_scaled", "alpha": 0.2}],
+            "loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.24, "dual_clip": 10.0},
+        },
     ),
     "ktae": (
         "Adds each token's association with correctness in its group.",
@@ -208,7 +218,7 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",
-        {"loss": "clip_cov"},
+        {"loss": {"name": "clip_cov", "clip_low": 1.0, "clip_high": 1.0}},
     ),
     "f_grpo": (
         "Focal weight (1 - solve rate)^gamma on each prompt.",

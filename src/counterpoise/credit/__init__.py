@@ -14,7 +14,7 @@ from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.divergence import divergence_from_group, group_divergence
 from counterpoise.credit.edits import edits
-from counterpoise.credit.entropy import spurious, top_entropy
+from counterpoise.credit.entropy import entropy_filter, spurious, top_entropy
 from counterpoise.credit.mismatch import mismatch_weight
 from counterpoise.credit.negatives import (
     negative_mass,
@@ -39,6 +39,7 @@ RULES: dict[str, Stage] = {
     "edits": edits,
     "top_entropy": top_entropy,
     "conflict": conflict,
+    "entropy_filter": entropy_filter,
     "probability_scaled": probability_scaled,
     "ktae": ktae,
     "shared_prefix": shared_prefix,
@@ -76,6 +77,7 @@ __all__ = [
     "edit_credit",
     "edit_distance",
     "edits",
+    "entropy_filter",
     "even_mass",
     "focal",
     "group_divergence",

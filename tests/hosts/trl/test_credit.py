@@ -111,11 +111,12 @@ def test_every_preset_trains_on_its_credit(name, tmp_path, batches):
     """For each preset: the rows of the first micro-batch carry the core's credit, and an update
     follows.
     """
-    trainer = trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+    axes = trl_tiny.axes_of(name)
+    trainer = trl_tiny.ours(tmp_path, args={"method": name, "method_axes": axes} | ONE_STEP)
     start = trl_tiny.weights(trainer)
     trainer.train()
     batch, _, _ = batches[0]
-    expected = cp.method(name).assign(batch, seed=trainer.args.seed)
+    expected = cp.method(name, **axes).assign(batch, seed=trainer.args.seed)
     assert float(expected.credit_NT.abs().sum()) > 0
     micro = trainer._buffered_inputs[0]
     row_B = micro["cp_row"]
