@@ -86,6 +86,17 @@ def check_scores(method: Method, has_scores: bool) -> None:
         )
 
 
+def check_grader(task: Task, config: Config) -> None:
+    """A task that says how long it may grade (``grading_s``) fits into the recipe's limit."""
+    needs_s = getattr(task, "grading_s", 0.0)
+    if needs_s > config.grader_time_limit_s:
+        raise ConfigError(
+            f"grader_time_limit_s is {config.grader_time_limit_s:g}, and the task may take"
+            f" {needs_s:g} s to grade one answer: slow ones would count as failures of the grader."
+            " Raise grader_time_limit_s or lower task.time_limit_s."
+        )
+
+
 def check_prompts(policy: Policy, task: Task, config: Config) -> None:
     """Prompts of the first batch and of the evaluation can be read by the model: a chat template,
     the length limit, a test split.

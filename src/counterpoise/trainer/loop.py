@@ -30,6 +30,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import (
     RolloutSampler,
     check_forks,
+    check_grader,
     check_prompts,
     check_scores,
     collect,
@@ -98,6 +99,7 @@ def train(
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_scores(method, is_environment(task))
     check_forks(config, is_environment(task))
+    check_grader(task, config)
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
@@ -184,7 +186,7 @@ def train_policy(
                 state, collected, sampler.num_prompts, credit.state, updates, ledger.state
             )
             state = with_sampler(state, policy)
-            num_flat = flat_batches(num_flat, collected, credit)
+            num_flat = flat_batches(num_flat, method, collected, credit)
             metrics = {
                 "batch": batch_number,
                 **batch_metrics(collected, credit, plan, updates, config.success),
