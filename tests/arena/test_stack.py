@@ -116,7 +116,8 @@ def test_epochs_are_the_trainers(tmp_path: Path) -> None:
 def test_methods_that_a_stack_would_train_otherwise_train_alone() -> None:
     """One samples more, the other takes ratios from the trainer's log-probs."""
     weighed = make_method("dapo", credit=[{"name": "mismatch_weight", "mode": "tis"}])
-    assert not shares_stack(weighed) and not shares_stack(make_method("ibpo"))
+    dynamic = make_method("dapo", plan={"name": "dynamic_sampling", "max_rounds": 3})
+    assert not shares_stack(weighed) and not shares_stack(dynamic)
     assert shares_stack(make_method("dapo")) and shares_stack(make_method("tpo"))
 
 
