@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from counterpoise.types import Prompt, TokenBatch, stack_batches
 
@@ -28,6 +29,20 @@ class Conversation(NamedTuple):
     end_reason: str = "done"
     message: str = ""
     metrics: Mapping[str, float] = {}
+
+
+class Completions(NamedTuple):
+    """Fresh ends of responses, graded with what they complete.
+
+    Args:
+        source_N: the number of the state that each completes.
+        reward_N: the grader's number for the whole response.
+    """
+
+    source_N: Tensor
+    reward_N: Tensor
+    num_grader_failures: int
+    grader_messages: list[str]
 
 
 class RolloutBatch(NamedTuple):

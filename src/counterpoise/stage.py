@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from counterpoise.errors import check_keys, import_path, is_import_path, nearest
 
 if TYPE_CHECKING:
-    from counterpoise.rollouts import RolloutBatch
+    from counterpoise.rollouts import Completions, RolloutBatch
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
@@ -361,4 +361,25 @@ class Sampler(Protocol):
 
     def score(self, rollouts: RolloutBatch) -> RolloutBatch:
         """The same rollouts with sampler log-probs and entropies under their plain prompts."""
+        ...
+
+    def complete(
+        self,
+        rollouts: RolloutBatch,
+        places: Sequence[tuple[int, int]],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> Completions:
+        """``samples`` fresh ends of each (rollout, position): its response up to there is kept, and
+        the whole is graded as an answer to its prompt. ``purpose`` seeds the draws.
+        """
+        ...
+
+    def tokens_at(
+        self, rollouts: RolloutBatch, offsets: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Positions of the first tokens that begin at or behind characters of a rollout's text;
+        each once, without those of the first and behind the last.
+        """
         ...

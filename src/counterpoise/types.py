@@ -51,9 +51,11 @@ COLUMNS = {
     "head_VD": "the weight of the LM head, model.get_output_embeddings().weight",
     "turn_score_NU": "the environment's score of the state after each turn (Reply.score)",
     "state_NU": "a key of the state in which each turn began (Reply.state)",
+    "value_NT": "the mean reward of fresh completions of the text before a token's segment",
+    "segment_NT": "the number of the segment that a token belongs to, -1 where it has none",
 }
 
-NUMBERED = ("turn_NT", "state_NU")  # columns whose padding is -1
+NUMBERED = ("turn_NT", "state_NU", "segment_NT")  # columns whose padding is -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +81,9 @@ class TokenBatch:
         turn_score_NU: a score of the state after each turn, no part of the reward; NaN is none.
         state_NU: a key of the state in which a turn began; equal keys in a group mean equal
             futures, -1 is unknown.
+        segment_NT: the stretch of a response that a token belongs to, counted from 0; -1 where it
+            has none.
+        value_NT: the reward to expect where a token's segment begins, one number per segment.
         extra: further columns for rules of your own, first axis N.
 
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
@@ -114,6 +119,8 @@ class TokenBatch:
     turn_mask_NU: Tensor | None = None
     turn_score_NU: Tensor | None = None
     state_NU: Tensor | None = None
+    segment_NT: Tensor | None = None
+    value_NT: Tensor | None = None
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ NEUTRAL = [
     rules.conflict(positive=1.0, negative=1.0),
     rules.probability_scaled(alpha=0.0),
     rules.ktae(top=0.0),
+    rules.only_improbable(max_prob=1.0),
     rules.spurious(max_prob=0.0),
     rules.spurious(entropy_quantile=0.0),
     rules.covariance(low=1e9, high=1e10),
@@ -88,6 +89,10 @@ EVERY_RULE = [
     rules.negatives(mass=0.3, location=0.7),
     rules.surprisal_boost(share=0.4, damp=0.5),
     rules.rare_uncertain(fraction=0.4),
+    rules.only_improbable(max_prob=0.4),
+    rules.only_improbable(max_prob=0.4, whiten=True),
+    rules.whiten(),
+    rules.tree_gain(),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -196,6 +201,7 @@ KEEPS_SIGN = (
     "negatives",
     "surprisal_boost",
     "rare_uncertain",
+    "only_improbable",
 )
 
 
@@ -267,7 +273,12 @@ def test_the_table_binds_builds_and_pickles():
     batch = batch_of(
         [[1, 2], [1, 3]], reward=[1.0, 0.0], entropy=[[0.1, 0.2]] * 2, ref_logp=[[-1.0, -2.0]] * 2
     )
-    batch = batch.replace(turn_score_NU=torch.ones(2, 1), trainer_logp_NT=batch.ref_logp_NT)
+    batch = batch.replace(
+        turn_score_NU=torch.ones(2, 1),
+        trainer_logp_NT=batch.ref_logp_NT,
+        segment_NT=torch.tensor([[0, 1]] * 2),
+        value_NT=torch.tensor([[0.5, 0.8], [0.5, 0.2]]).double(),
+    )
     credit_NT = spread([1.0, -1.0], batch)
     nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}
     for name in set(rules.RULES) - {"delta", "group_divergence", "value_baseline", *nests}:
@@ -331,6 +342,13 @@ BAD = [
     (rules.surprisal_boost, {"share": 0.0}, "share must be a number > 0 and <= 1, got 0.0"),
     (rules.surprisal_boost, {"boost": -1.0}, "boost must be a number >= 0, got -1.0"),
     (rules.rare_uncertain, {"fraction": 2}, "fraction must be a number > 0 and <= 1, got 2"),
+    (rules.prefix_value, {"split": "words"}, "split must be one of sentences, lines, improbable"),
+    (rules.prefix_value, {"samples": 0}, "samples must be a whole number >= 1, got 0"),
+    (rules.prefix_value, {"max_steps": 0}, "max_steps must be a whole number >= 1 or None, got 0"),
+    (rules.prefix_value, {"max_prob": 2}, "max_prob must be a number > 0 and <= 1, got 2"),
+    (rules.only_improbable, {"max_prob": 0}, "max_prob must be a number > 0 and <= 1, got 0"),
+    (rules.tree_gain, {"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+    (rules.whiten, {"eps": 0.0}, "eps must be a number > 0, got 0.0"),
     (rules.group_divergence, {"fraction": 0}, "fraction must be a number > 0 and <= 1, got 0"),
     (rules.group_divergence, {"topk": 0}, "topk must be a whole number >= 1 or None, got 0"),
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),

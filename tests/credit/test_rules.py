@@ -85,6 +85,8 @@ TWINS = [
     (rules.surprisal_boost(share=0.1, boost=1.1, damp=1.0), reference.surprisal_boost),
     (rules.surprisal_boost(share=0.5, boost=1.5, damp=0.5), reference.surprisal_boost),
     (rules.rare_uncertain(fraction=0.2), reference.rare_uncertain),
+    (rules.only_improbable(max_prob=0.5), reference.only_improbable),
+    (rules.whiten(eps=1e-8), reference.whiten),
     (rules.rare_uncertain(fraction=0.75), reference.rare_uncertain),
     (rules.ktae(fisher_weight=1.0, gain_weight=2.0, frequency_weight=0.0, top=1.5), reference.ktae),
     (rules.ktae(fisher_weight=1.0, gain_weight=1.0, frequency_weight=1.0, top=1.0), reference.ktae),

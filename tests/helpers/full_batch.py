@@ -45,7 +45,22 @@ def make_batch(
         topk_logp_NTK=top.values,
         head_VD=head_VD,
     )
+    batch = with_values(batch, seed)
     return with_turns(batch, seed) if turns else batch
+
+
+def with_values(batch: cp.TokenBatch, seed: int = 0) -> cp.TokenBatch:
+    """The same rollouts in segments of two tokens with values in ninths; every other rollout begins
+    without a segment.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    n, width = batch.mask_NT.shape
+    segment_NT = torch.arange(width) // 2 - torch.arange(n)[:, None] % 2
+    value_NS = torch.randint(0, 10, (n, width), generator=gen).to(batch.reward_N.dtype) / 9
+    return batch.replace(
+        segment_NT=torch.where(batch.mask_NT, segment_NT, -1),
+        value_NT=value_NS.gather(1, segment_NT.clamp(min=0)),
+    )
 
 
 def with_turns(batch: cp.TokenBatch, seed: int = 0) -> cp.TokenBatch:

@@ -113,6 +113,55 @@ def rare_uncertain(credit, r, fraction):
     return out
 
 
+def prefix_value(r, segments, values):
+    """``segments[i][t]`` and ``values[i][t]``; -1 is no segment."""
+    out = []
+    for i, row in enumerate(segments):
+        starts = [t for t, s in enumerate(row) if s >= 0 and s not in row[:t]]
+        ends = [values[i][t] for t in starts[1:]] + [r.reward[i]]
+        gains = [end - values[i][t] for t, end in zip(starts, ends)]
+        out.append([gains[s] if s >= 0 else 0.0 for s in row])
+    return out
+
+
+def tree_gain(credit, r, std, eps):
+    def value(i, prefix):
+        return [r.reward[j] for j in r.siblings(i) if r.token_ids[j][: len(prefix)] == prefix]
+
+    def mean(numbers):
+        return math.fsum(numbers) / len(numbers)
+
+    out = copy(credit)
+    for i, t in r.places():
+        rewards = value(i, [])
+        spread = 1.0
+        if std and min(rewards) < max(rewards):
+            squares = math.fsum((one - mean(rewards)) ** 2 for one in rewards)
+            spread = math.sqrt(squares / (len(rewards) - 1)) + eps
+        ids = r.token_ids[i]
+        out[i][t] += (mean(value(i, ids[: t + 1])) - mean(value(i, ids[:t]))) / spread
+    return out
+
+
+def whiten(credit, r, eps, counts=None):
+    """``counts[i][t]``: whether a token is counted; all by default."""
+    places = [(i, t) for i, t in r.places() if counts is None or counts[i][t]]
+    mean = math.fsum(credit[i][t] for i, t in places) / max(len(places), 1)
+    squares = [(credit[i][t] - mean) ** 2 for i, t in places]
+    std = math.sqrt(math.fsum(squares) / max(len(places), 1) + eps)
+    out = [[0.0] * len(row) for row in credit]
+    for i, t in places:
+        out[i][t] = (credit[i][t] - mean) / std
+    return out
+
+
+def only_improbable(credit, r, max_prob, whiten_them=False, eps=1e-8):
+    kept = [[math.exp(logp) < max_prob for logp in row] for row in r.sampler_logp]
+    if whiten_them:
+        return whiten(credit, r, eps, kept)
+    return [[c if k else 0.0 for c, k in zip(*rows)] for rows in zip(credit, kept)]
+
+
 def group_divergence(credit, r, candidates, fraction):
     """``candidates[i][t]`` is a dict of id -> probability."""
     out = [[0.0] * len(row) for row in credit]

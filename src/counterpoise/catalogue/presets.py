@@ -215,6 +215,33 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "reduction": {"name": "per_sequence", "count": "credited"},
         },
     ),
+    "vine_ppo": (
+        "Each step gets what it added to the mean reward of fresh completions.",
+        "arXiv 2410.01679",
+        {
+            "advantage": "group_mean",
+            "credit": [{"name": "prefix_value", "max_steps": 25}, "whiten"],
+            "loss": [CLIP, {"name": "kl", "coef": 1e-4}],
+        },
+    ),
+    "spo_chain": (
+        "The same between cuts at improbable tokens, and credit on improbable tokens alone.",
+        "arXiv 2505.23564",
+        {
+            "advantage": "group_mean",
+            "credit": [
+                {"name": "prefix_value", "split": "improbable"},
+                {"name": "only_improbable", "whiten": True},
+            ],
+            "loss": CLIP,
+            "reduction": {"name": "per_token", "count": "credited"},
+        },
+    ),
+    "tempo": (
+        "GRPO, and at each fork what the token did to the mean reward of its branch.",
+        "arXiv 2509.18314",
+        {"advantage": {"name": "group_zscore", "eps": 1e-6}, "credit": ["tree_gain"]},
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

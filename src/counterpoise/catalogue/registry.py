@@ -126,6 +126,8 @@ def _example(chosen: Method) -> TokenBatch:
         "head_VD": torch.randn(8, 4, generator=gen),
         "turn_score_NU": torch.rand(2, 1, generator=gen),
         "state_NU": torch.zeros(2, 1, dtype=torch.long),
+        "segment_NT": torch.tensor([[0, 0, 1]] * 2),
+        "value_NT": torch.tensor([[0.5, 0.5, 0.8], [0.5, 0.5, 0.2]]),
     }
     extra = {name: torch.rand(2, 3, generator=gen) for name in chosen.needs if name not in COLUMNS}
     return TokenBatch(

@@ -23,13 +23,16 @@ from counterpoise.credit.negatives import (
     soften_negatives,
 )
 from counterpoise.credit.overlap import conflict, shared_prefix
+from counterpoise.credit.prefix_value import prefix_value
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.scores import information_gain, turn_credit
 from counterpoise.credit.states import state_groups
 from counterpoise.credit.surprisal import rare_uncertain, surprisal_boost
+from counterpoise.credit.tree_gain import tree_gain
 from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
 from counterpoise.credit.value_baseline import value_baseline
+from counterpoise.credit.whitening import only_improbable, whiten
 from counterpoise.stage import Stage
 
 RULES: dict[str, Stage] = {
@@ -61,6 +64,10 @@ RULES: dict[str, Stage] = {
     "surprisal_boost": surprisal_boost,
     "rare_uncertain": rare_uncertain,
     "group_divergence": group_divergence,
+    "prefix_value": prefix_value,
+    "only_improbable": only_improbable,
+    "whiten": whiten,
+    "tree_gain": tree_gain,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -92,8 +99,10 @@ __all__ = [
     "negative_mass",
     "negative_token_filter",
     "negatives",
+    "only_improbable",
     "only_negative",
     "only_positive",
+    "prefix_value",
     "probability_scaled",
     "rare_uncertain",
     "shared_prefix",
@@ -102,9 +111,11 @@ __all__ = [
     "state_groups",
     "surprisal_boost",
     "top_entropy",
+    "tree_gain",
     "turn_baseline",
     "turn_credit",
     "turn_index_baseline",
     "uniform",
     "value_baseline",
+    "whiten",
 ]

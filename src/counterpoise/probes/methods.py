@@ -17,7 +17,9 @@ from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.types import Credit, TokenBatch, cut_width
 
-ALL = "all"  # every preset that needs no score of turns, those of plug-ins too
+ALL = "all"  # every preset that any batch will do for, those of plug-ins too
+# what neither the model nor a batch of rollouts alone can give
+APART = frozenset({"turn_score_NU", "value_NT"})
 
 
 class Assigned(NamedTuple):
@@ -48,7 +50,7 @@ def methods_of(text: str) -> dict[str, Method]:
 def every_preset() -> list[str]:
     """The presets that every batch has the columns for, or a model can measure them."""
     known = known_methods().items()
-    return [name for name, info in known if "turn_score_NU" not in info["needs"]]
+    return [name for name, info in known if not APART & set(info["needs"])]
 
 
 def named_method(spec: str) -> tuple[str, Method]:

@@ -31,6 +31,7 @@ from counterpoise.trainer.collect import (
     RolloutSampler,
     check_forks,
     check_grader,
+    check_one_turn,
     check_prompts,
     check_scores,
     collect,
@@ -98,6 +99,7 @@ def train(
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
     check_scores(method, is_environment(task))
+    check_one_turn(task, method)
     check_forks(config, is_environment(task))
     check_grader(task, config)
     rollouts = config.rollouts
@@ -207,7 +209,7 @@ def train_policy(
 
             write_batch(
                 *(run_dir, config, batch_number, collected, credit, plan.manifest),
-                *({**metrics, **listed(warnings)}, clock),
+                *({**metrics, **listed(warnings)}, clock, sampler.more_s),
             )
             is_due = (
                 bool(config.checkpoint_every) and state.batch_number % config.checkpoint_every == 0
@@ -363,13 +365,15 @@ def write_batch(
     manifest: dict[str, Any],
     metrics: dict[str, Any],
     clock: Clock,
+    more_s: float,
 ) -> None:
     """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
     if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0:
         write.write_rollouts(run_dir, batch_number, collected, credit)
     write.write_plan(run_dir, batch_number, manifest)
-    tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"], 1e-9)
+    tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"] - more_s, 1e-9)
     timing = {**clock.seconds, "sample_tokens_per_s": tokens_per_s}
+    timing |= {"sample_more_s": more_s} if more_s else {}
     write.append_row(run_dir, "timing", batch_number, timing)
     write.append_row(run_dir, "metrics", batch_number, metrics)
 

@@ -106,7 +106,16 @@ def test_presets_that_read_scores_of_turns_are_refused(name, tmp_path):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-@pytest.mark.parametrize("name", sorted(set(cp.methods()) - set(SCORED)))
+SAMPLED_MORE = ["spo_chain", "vine_ppo"]
+
+
+@pytest.mark.parametrize("name", SAMPLED_MORE)
+def test_presets_that_sample_more_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="prefix_value samples more .* TRL samples by itself"):
+        trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+
+
+@pytest.mark.parametrize("name", sorted(set(cp.methods()) - {*SCORED, *SAMPLED_MORE}))
 def test_every_preset_trains_on_its_credit(name, tmp_path, batches):
     """For each preset: the rows of the first micro-batch carry the core's credit, and an update
     follows.
