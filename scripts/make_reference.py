@@ -142,6 +142,8 @@ def columns_page() -> str:
         column_table(schema.ROLLOUT_COLUMNS),
         "Where the grader says something of an answer, as [tests of code](../guides/code.md) do:",
         column_table(schema.FEEDBACK_COLUMNS),
+        "Where a method [values prefixes](../methods/prefix_value.md) by fresh completions:",
+        column_table(schema.VALUE_COLUMNS),
         "Where the task is an [environment](../guides/own_task.md) the lists hold its tokens too,"
         " with `loss_mask` False and 0 for every number, and there are further columns:",
         column_table(schema.TURN_COLUMNS),

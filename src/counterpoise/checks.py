@@ -15,19 +15,12 @@ if TYPE_CHECKING:
     from counterpoise.types import TokenBatch
 
 # columns of ids, by the start of their names
-WHOLE = ("token_ids", "group", "topk_ids", "turn_NT", "state_NU")
-FREE = (
-    "mask_NT",
-    "success_N",
-    "has_teacher_N",
-    "turn_mask_NU",
-    "extra",
-)  # columns of any kind of number
+WHOLE = ("token_ids", "group", "topk_ids", "turn_NT", "state_NU", "segment_NT")
+FREE = ("mask_NT", "success_N", "turn_mask_NU", "extra")  # columns of any kind of number
 MAX_REWARD = 1e15  # squares and products of larger ones leave the range of float32
 # how far above 0 rounding may lift a log-prob
 LOGP_ROUNDING = 1e-3
-LOGPS = ("sampler_logp_NT", "trainer_logp_NT", "ref_logp_NT", "teacher_logp_NT")
-FLOAT_COLUMNS = ("entropy_NT", *LOGPS)
+FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
 
 
 def pad_rows(
@@ -135,6 +128,35 @@ def check_values(batch: TokenBatch) -> None:
         if name.endswith("logp_NT"):
             _check_logp(name, torch.where(batch.mask_NT, value, 0))
     check_turns(batch)
+    check_segments(batch)
+
+
+def check_segments(batch: TokenBatch) -> None:
+    """Segments lie on tokens that the model wrote and rise one by one; each has one value."""
+    segment_NT, value_NT = batch.segment_NT, batch.value_NT
+    if segment_NT is None:
+        return
+    segment_NT = torch.where(batch.mask_NT, segment_NT, -1)
+    before_NT = torch.nn.functional.pad(segment_NT.cummax(1).values[:, :-1], (1, 0), value=-1)
+    step_NT = segment_NT - before_NT
+    bad_N = ((segment_NT >= 0) & (step_NT != 0) & (step_NT != 1)).any(1)
+    if bad_N.any():
+        raise ValueError(
+            f"TokenBatch: segment_NT of rollouts {_which(bad_N)} does not count its segments from"
+            " 0, one by one; tokens without a segment have -1."
+        )
+    if value_NT is None:
+        return
+    last_NT = torch.where(segment_NT >= 0, torch.arange(segment_NT.shape[1]).to(segment_NT), -1)
+    last_NT = torch.nn.functional.pad(last_NT.cummax(1).values[:, :-1], (1, 0), value=-1)
+    differs_NT = value_NT != value_NT.gather(1, last_NT.clamp(min=0))
+    bad_N = ((segment_NT >= 0) & (step_NT == 0) & differs_NT).any(1)
+    bad_N |= (~torch.isfinite(value_NT) & (segment_NT >= 0)).any(1)
+    if bad_N.any():
+        raise ValueError(
+            f"TokenBatch: value_NT of rollouts {_which(bad_N)} is not one finite number per"
+            " segment of segment_NT."
+        )
 
 
 def check_turns(batch: TokenBatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from counterpoise.types import Prompt, TokenBatch, stack_batches
 
@@ -28,6 +29,20 @@ class Conversation(NamedTuple):
     end_reason: str = "done"
     message: str = ""
     metrics: Mapping[str, float] = {}
+
+
+class Completions(NamedTuple):
+    """Fresh ends of responses, graded with what they complete.
+
+    Args:
+        source_N: the number of the state that each completes.
+        reward_N: the grader's number for the whole response.
+    """
+
+    source_N: Tensor
+    reward_N: Tensor
+    num_grader_failures: int
+    grader_messages: list[str]
 
 
 class RolloutBatch(NamedTuple):
@@ -72,15 +87,21 @@ class RolloutBatch(NamedTuple):
             num_grader_failures=self.num_grader_failures + more.num_grader_failures,
             grader_messages=self.grader_messages + more.grader_messages,
             conversations=self.conversations and self.conversations + (more.conversations or []),
-            lost=self.lost.join(more.lost) if self.lost and more.lost else self.lost or more.lost,
+            lost=self.lost.extend(more.lost) if self.lost and more.lost else self.lost or more.lost,
             feedback=_feedback(self) + _feedback(more) if self.feedback or more.feedback else None,
         )
 
     def join(self, more: RolloutBatch) -> RolloutBatch:
         """With rollouts of further prompts, whose groups stay apart."""
-        shifted_N = more.batch.group_N + len(self.prompts)
-        both = self.extend(more._replace(batch=more.batch.replace(group_N=shifted_N)))
-        return both._replace(prompts=self.prompts + more.prompts)
+        prompts, both = self.prompts + more.prompts, self.extend(_renumber(more, len(self.prompts)))
+        lost = both.lost and both.lost._replace(prompts=prompts)
+        return both._replace(prompts=prompts, lost=lost)
+
+
+def _renumber(rollouts: RolloutBatch, first: int) -> RolloutBatch:
+    """The same rollouts with groups counted from ``first``, those that were lost too."""
+    batch = rollouts.batch.replace(group_N=rollouts.batch.group_N + first)
+    return rollouts._replace(batch=batch, lost=rollouts.lost and _renumber(rollouts.lost, first))
 
 
 def _feedback(rollouts: RolloutBatch) -> list[str]:

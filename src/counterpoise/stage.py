@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from counterpoise.errors import check_keys, import_path, is_import_path, nearest
 
 if TYPE_CHECKING:
-    from counterpoise.rollouts import RolloutBatch
+    from counterpoise.rollouts import Completions, RolloutBatch
 
 # keywords that a caller of stages offers; a stage asks for one by naming it. They are no parameters
 # of a method.
@@ -47,7 +47,6 @@ FACTS = {
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
     "assigns_turns": "a credit rule: one number per turn, on all of its tokens; it comes first",
     "anchors_at_trainer": "a credit rule: the loss takes ratios against the trainer's log-probs",
-    "replaces_credit": "a credit rule: it does not read the credit that it gets; it comes first",
     "is_unbiased": "an advantage or a credit rule: the mean of sum credit * grad log-prob over all"
     " groups is the gradient of the expected reward",
 }
@@ -362,4 +361,25 @@ class Sampler(Protocol):
 
     def score(self, rollouts: RolloutBatch) -> RolloutBatch:
         """The same rollouts with sampler log-probs and entropies under their plain prompts."""
+        ...
+
+    def complete(
+        self,
+        rollouts: RolloutBatch,
+        places: Sequence[tuple[int, int]],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> Completions:
+        """``samples`` fresh ends of each (rollout, position): its response up to there is kept, and
+        the whole is graded as an answer to its prompt. ``purpose`` seeds the draws.
+        """
+        ...
+
+    def tokens_at(
+        self, rollouts: RolloutBatch, offsets: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Positions of the first tokens that begin at or behind characters of a rollout's text;
+        each once, without those of the first and behind the last.
+        """
         ...

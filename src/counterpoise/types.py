@@ -14,8 +14,7 @@ Words, never mixed
     coef       minus the derivative of a token's loss by its own log-prob
     plan       which rollouts share an update
 
-Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``,
-``teacher`` (who read more than the policy did).
+Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ COLUMNS = {
     "entropy_NT": "the entropy of the sampling distribution at each response token",
     "trainer_logp_NT": "score the rollouts with the model being trained, before the first update",
     "ref_logp_NT": "score the rollouts with the frozen reference model",
-    "teacher_logp_NT": "score the rollouts with a teacher, after a prompt of its own",
-    "has_teacher_N": "mark the rollouts that have a teacher",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
     "head_VD": "the weight of the LM head, model.get_output_embeddings().weight",
     "turn_score_NU": "the environment's score of the state after each turn (Reply.score)",
     "state_NU": "a key of the state in which each turn began (Reply.state)",
+    "value_NT": "the mean reward of fresh completions of the text before a token's segment",
+    "segment_NT": "the number of the segment that a token belongs to, -1 where it has none",
 }
 
-NUMBERED = ("turn_NT", "state_NU")  # columns whose padding is -1
+NUMBERED = ("turn_NT", "state_NU", "segment_NT")  # columns whose padding is -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +81,9 @@ class TokenBatch:
         turn_score_NU: a score of the state after each turn, no part of the reward; NaN is none.
         state_NU: a key of the state in which a turn began; equal keys in a group mean equal
             futures, -1 is unknown.
+        segment_NT: the stretch of a response that a token belongs to, counted from 0; -1 where it
+            has none.
+        value_NT: the reward to expect where a token's segment begins, one number per segment.
         extra: further columns for rules of your own, first axis N.
 
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
@@ -105,8 +107,6 @@ class TokenBatch:
     entropy_NT: Tensor | None = None
     trainer_logp_NT: Tensor | None = None
     ref_logp_NT: Tensor | None = None
-    teacher_logp_NT: Tensor | None = None
-    has_teacher_N: Tensor | None = None
     hidden_NTD: Tensor | None = None
     topk_ids_NTK: Tensor | None = None
     topk_logp_NTK: Tensor | None = None
@@ -119,11 +119,13 @@ class TokenBatch:
     turn_mask_NU: Tensor | None = None
     turn_score_NU: Tensor | None = None
     state_NU: Tensor | None = None
+    segment_NT: Tensor | None = None
+    value_NT: Tensor | None = None
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        for name in ("mask_NT", "success_N", "has_teacher_N", "turn_mask_NU"):
+        for name in ("mask_NT", "success_N", "turn_mask_NU"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, getattr(self, name).bool())
         _detach(self)
@@ -151,7 +153,7 @@ class TokenBatch:
         ragged = {"sampler_logp": sampler_logp}
         ragged |= {
             name: columns.pop(name)
-            for name in ("entropy", "trainer_logp", "ref_logp", "teacher_logp")
+            for name in ("entropy", "trainer_logp", "ref_logp")
             if name in columns
         }
         return cls(

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoise.arena.design import write_design
-from counterpoise.arena.results import (
-    Run,
-    append_result,
-    read_activity,
-    read_results,
-    runs_finished,
-)
-from helpers.make_arena import make_design
+from counterpoise.arena.results import Run, append_result, finished, read_activity, read_results
 
 
 def row(batch, **values):
@@ -46,12 +38,12 @@ def test_the_last_of_repeated_lines_holds(tmp_path):
 
 
 def test_runs_finish_at_the_last_evaluation_or_where_they_stop(tmp_path):
-    write_design(tmp_path, make_design())
     append_result(tmp_path, row(0, sampled=0.4))
-    assert runs_finished(tmp_path) == set()
+    assert finished(read_results(tmp_path), 60) == set()
     append_result(tmp_path, row(60, sampled=0.6))
     append_result(tmp_path, row(12, stopped="the loss is not finite") | {"seed": 101})
-    assert runs_finished(tmp_path) == {Run("grpo", 1e-4, 100), Run("grpo", 1e-4, 101)}
+    both = {Run("grpo", 1e-4, 100), Run("grpo", 1e-4, 101)}
+    assert finished(read_results(tmp_path), 60) == both
     assert {one.stopped for one in read_results(tmp_path)} == {"", "the loss is not finite"}
 
 

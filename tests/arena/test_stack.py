@@ -14,7 +14,8 @@ from counterpoise.arena.collect import Bench
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.evaluate import evaluate_stack
 from counterpoise.arena.member import Member
-from counterpoise.arena.stack import put_member, stack_of
+from counterpoise.arena.race import shares_stack
+from counterpoise.arena.stack import stack_of
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.policy import Policy, load_model, token_logp
 from counterpoise.run.read import checkpoints
@@ -22,6 +23,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.config import Config, parse_config
 from counterpoise.trainer.evaluate import evaluate
 from counterpoise.trainer.loop import train
+from helpers.stacks import put_member
 
 
 def recipe(method: object, seed: int = 0, lr: float = 1e-4, **changes: object) -> Config:
@@ -109,6 +111,14 @@ def test_epochs_are_the_trainers(tmp_path: Path) -> None:
         put_member(stack.stack, s, model)
         moved = torch.linalg.vector_norm(trained - start)
         assert torch.linalg.vector_norm(flat(model) - trained) < 2e-3 * moved
+
+
+def test_methods_that_a_stack_would_train_otherwise_train_alone() -> None:
+    """One samples more, the other takes ratios from the trainer's log-probs."""
+    weighed = make_method("dapo", credit=[{"name": "mismatch_weight", "mode": "tis"}])
+    dynamic = make_method("dapo", plan={"name": "dynamic_sampling", "max_rounds": 3})
+    assert not shares_stack(weighed) and not shares_stack(dynamic)
+    assert shares_stack(make_method("dapo")) and shares_stack(make_method("tpo"))
 
 
 def test_evaluation_is_the_trainers() -> None:

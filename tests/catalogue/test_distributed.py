@@ -22,7 +22,7 @@ from counterpoise.credit import RULES
 from counterpoise.maths.reduce import LOCAL, over_ranks
 from counterpoise.reductions import REDUCTIONS
 from helpers import conformance_table
-from helpers.full_batch import with_turns
+from helpers.full_batch import with_turns, with_values
 
 WORLD, VOCAB, HIDDEN, KEPT = 2, 11, 4, 3
 LENGTHS = (5, 3, 7, 4, 2, 6, 3, 8, 4, 9, 1, 5)
@@ -121,7 +121,7 @@ def _batch(seed):
         max_length=max(LENGTHS),
     )
     sampler_logp_NT = logp_NTV.gather(-1, batch.token_ids_NT[..., None]).squeeze(-1)
-    return with_turns(batch, seed).replace(
+    return with_values(with_turns(batch, seed), seed).replace(
         sampler_logp_NT=sampler_logp_NT,
         trainer_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
         ref_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
@@ -130,8 +130,6 @@ def _batch(seed):
         head_VD=head_VD,
         topk_ids_NTK=best.indices,
         topk_logp_NTK=best.values,
-        teacher_logp_NT=sampler_logp_NT - 0.5 * draw(*shape).abs(),
-        has_teacher_N=torch.arange(len(LENGTHS)) % 4 != 1,
     )
 
 

@@ -16,9 +16,7 @@ from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
 
-METHODS = {name: cp.method(name) for name in cp.methods()}
-# a teacher's demonstrations go by success too, before credit is assigned
-READ_SUCCESS = [k for k, one in METHODS.items() if one.reads_success and not one.has_teacher]
+READ_SUCCESS = [name for name in cp.methods() if cp.method(name).reads_success]
 
 
 def make_batch(reward: list[float], **columns) -> cp.TokenBatch:

@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoise import credit as rules
-from counterpoise.checks import LOGPS
 from counterpoise.maths.reduce import LOCAL
 from counterpoise.stage import build, call
 from helpers.credit_cases import (
@@ -35,6 +34,7 @@ NEUTRAL = [
     rules.conflict(positive=1.0, negative=1.0),
     rules.probability_scaled(alpha=0.0),
     rules.ktae(top=0.0),
+    rules.only_improbable(max_prob=1.0),
     rules.spurious(max_prob=0.0),
     rules.spurious(entropy_quantile=0.0),
     rules.covariance(low=1e9, high=1e10),
@@ -75,6 +75,8 @@ EVERY_RULE = [
     rules.edits(first_edits=1, serving="mean"),
     rules.top_entropy(fraction=0.4),
     rules.conflict(),
+    rules.conflict(multiply=True, divide=True, rule=rules.entropy_filter(limit=1.0123457)),
+    rules.entropy_filter(limit=1.0123457),
     rules.probability_scaled(),
     rules.ktae(),
     rules.shared_prefix,
@@ -87,8 +89,10 @@ EVERY_RULE = [
     rules.negatives(mass=0.3, location=0.7),
     rules.surprisal_boost(share=0.4, damp=0.5),
     rules.rare_uncertain(fraction=0.4),
-    rules.teacher(),
-    rules.proximal_teacher(alpha=0.3),
+    rules.only_improbable(max_prob=0.4),
+    rules.only_improbable(max_prob=0.4, whiten=True),
+    rules.whiten(),
+    rules.tree_gain(),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -106,7 +110,10 @@ def widened(batch, extra):
             [column, torch.full((column.shape[0], extra), rubbish, dtype=column.dtype)], dim=1
         )
 
-    floats = {name: wide(getattr(batch, name), math.nan) for name in ("entropy_NT", *LOGPS)}
+    floats = {
+        name: wide(getattr(batch, name), math.nan)
+        for name in ("sampler_logp_NT", "entropy_NT", "ref_logp_NT", "trainer_logp_NT")
+    }
     return batch.replace(
         token_ids_NT=wide(batch.token_ids_NT, 77), mask_NT=wide(batch.mask_NT, False), **floats
     )
@@ -194,6 +201,7 @@ KEEPS_SIGN = (
     "negatives",
     "surprisal_boost",
     "rare_uncertain",
+    "only_improbable",
 )
 
 
@@ -268,8 +276,8 @@ def test_the_table_binds_builds_and_pickles():
     batch = batch.replace(
         turn_score_NU=torch.ones(2, 1),
         trainer_logp_NT=batch.ref_logp_NT,
-        teacher_logp_NT=batch.sampler_logp_NT,
-        has_teacher_N=torch.tensor([True, False]),
+        segment_NT=torch.tensor([[0, 1]] * 2),
+        value_NT=torch.tensor([[0.5, 0.8], [0.5, 0.2]]).double(),
     )
     credit_NT = spread([1.0, -1.0], batch)
     nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}
@@ -305,6 +313,9 @@ BAD = [
     ),
     (rules.top_entropy, {"fraction": math.nan}, "got nan"),
     (rules.conflict, {"positive": -1.0}, "conflict: positive must be a number >= 0"),
+    (rules.conflict, {"rule": "uniform"}, "conflict: rule must be a credit rule"),
+    (rules.entropy_filter, {"coef": -1.0}, "entropy_filter: coef must be a number >= 0"),
+    (rules.entropy_filter, {"limit": math.nan}, "got nan"),
     (rules.conflict, {"runs": "left"}, "runs must be one of start, end, both, got 'left'"),
     (rules.probability_scaled, {"alpha": 1.5}, "alpha must be a number >= 0 and <= 1, got 1.5"),
     (rules.ktae, {"fisher_weight": 0.0, "gain_weight": 0.0}, "both 0"),
@@ -331,6 +342,13 @@ BAD = [
     (rules.surprisal_boost, {"share": 0.0}, "share must be a number > 0 and <= 1, got 0.0"),
     (rules.surprisal_boost, {"boost": -1.0}, "boost must be a number >= 0, got -1.0"),
     (rules.rare_uncertain, {"fraction": 2}, "fraction must be a number > 0 and <= 1, got 2"),
+    (rules.prefix_value, {"split": "words"}, "split must be one of sentences, lines, improbable"),
+    (rules.prefix_value, {"samples": 0}, "samples must be a whole number >= 1, got 0"),
+    (rules.prefix_value, {"max_steps": 0}, "max_steps must be a whole number >= 1 or None, got 0"),
+    (rules.prefix_value, {"max_prob": 2}, "max_prob must be a number > 0 and <= 1, got 2"),
+    (rules.only_improbable, {"max_prob": 0}, "max_prob must be a number > 0 and <= 1, got 0"),
+    (rules.tree_gain, {"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+    (rules.whiten, {"eps": 0.0}, "eps must be a number > 0, got 0.0"),
     (rules.group_divergence, {"fraction": 0}, "fraction must be a number > 0 and <= 1, got 0"),
     (rules.group_divergence, {"topk": 0}, "topk must be a whole number >= 1 or None, got 0"),
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),

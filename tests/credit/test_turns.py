@@ -410,10 +410,11 @@ def test_equal_rewards_may_teach():
     """Both earn 1, one of them later: nothing for GRPO, something for the second turn."""
     batch = talk([[1.0, 0.0], [0.0, 1.0]])
     rollouts = RolloutBatch([], [], [], [], batch, 0, [])
-    assert flat_batches(1, rollouts, cp.method("grpo").assign(batch)) == 2
-    assert flat_batches(1, rollouts, cp.method("turn_rloo").assign(batch)) == 0
+    grpo, turn_rloo = cp.method("grpo"), cp.method("turn_rloo")
+    assert flat_batches(1, grpo, rollouts, grpo.assign(batch)) == 2
+    assert flat_batches(1, turn_rloo, rollouts, turn_rloo.assign(batch)) == 0
     same = talk([[1.0, 0.0], [1.0, 0.0]])
-    assert flat_batches(1, rollouts, cp.method("turn_rloo").assign(same)) == 2
+    assert flat_batches(1, turn_rloo, rollouts, turn_rloo.assign(same)) == 2
 
 
 def test_rules_of_turns_come_first():

@@ -212,6 +212,17 @@ def test_every_public_name_is_in_the_reference():
     assert [name for name in cp.__all__ if f"counterpoise.{name}" not in text] == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_a_number_of_methods_is_the_true_one(page):
+    """Results say how many took part; nobody else should count what grows."""
+    if page.parent.name == "results":
+        return
+    from counterpoise.catalogue.presets import PRESETS
+
+    numbers = re.findall(r"\b(\d+) (?:methods|presets)\b", BLOCK.sub("", page.read_text()))
+    assert {int(number) for number in numbers} <= {len(PRESETS)}
+
+
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120

@@ -31,7 +31,6 @@ def make_batch(
     top = logp_NTV.topk(K, -1)
     noise = [0.2 * torch.randn(n, width, dtype=torch.float64, generator=gen) for _ in range(2)]
     zero = torch.zeros(())
-    teacher_NT = sampler_NT + 0.5 * torch.randn(n, width, dtype=torch.float64, generator=gen)
     batch = cp.TokenBatch(
         token_ids_NT=torch.where(mask_NT, ids_NT, 0),
         mask_NT=mask_NT,
@@ -41,14 +40,27 @@ def make_batch(
         entropy_NT=torch.where(mask_NT, -(logp_NTV.exp() * logp_NTV).sum(-1), zero),
         trainer_logp_NT=torch.where(mask_NT, (sampler_NT + noise[0]).clamp(max=0), zero),
         ref_logp_NT=torch.where(mask_NT, (sampler_NT + noise[1]).clamp(max=0), zero),
-        teacher_logp_NT=torch.where(mask_NT, teacher_NT.clamp(max=0), zero),
-        has_teacher_N=torch.arange(n) % 5 > 0,
         hidden_NTD=hidden_NTD,
         topk_ids_NTK=top.indices,
         topk_logp_NTK=top.values,
         head_VD=head_VD,
     )
+    batch = with_values(batch, seed)
     return with_turns(batch, seed) if turns else batch
+
+
+def with_values(batch: cp.TokenBatch, seed: int = 0) -> cp.TokenBatch:
+    """The same rollouts in segments of two tokens with values in ninths; every other rollout begins
+    without a segment.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    n, width = batch.mask_NT.shape
+    segment_NT = torch.arange(width) // 2 - torch.arange(n)[:, None] % 2
+    value_NS = torch.randint(0, 10, (n, width), generator=gen).to(batch.reward_N.dtype) / 9
+    return batch.replace(
+        segment_NT=torch.where(batch.mask_NT, segment_NT, -1),
+        value_NT=value_NS.gather(1, segment_NT.clamp(min=0)),
+    )
 
 
 def with_turns(batch: cp.TokenBatch, seed: int = 0) -> cp.TokenBatch:

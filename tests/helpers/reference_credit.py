@@ -15,9 +15,7 @@ class Rollouts:
     def __init__(self, batch):
         lengths = batch.mask_NT.sum(1).tolist()
         self.group, self.reward = batch.group_N.tolist(), batch.reward_N.tolist()
-        self.has_teacher = None if batch.has_teacher_N is None else batch.has_teacher_N.tolist()
-        logps = ("sampler_logp", "trainer_logp", "ref_logp", "teacher_logp")
-        for name in ("token_ids", "entropy", *logps):
+        for name in ("token_ids", "sampler_logp", "entropy", "ref_logp"):
             column = getattr(batch, f"{name}_NT")
             rows = None if column is None else [row[:n] for row, n in zip(column.tolist(), lengths)]
             setattr(self, name, rows)
@@ -115,6 +113,55 @@ def rare_uncertain(credit, r, fraction):
     return out
 
 
+def prefix_value(r, segments, values):
+    """``segments[i][t]`` and ``values[i][t]``; -1 is no segment."""
+    out = []
+    for i, row in enumerate(segments):
+        starts = [t for t, s in enumerate(row) if s >= 0 and s not in row[:t]]
+        ends = [values[i][t] for t in starts[1:]] + [r.reward[i]]
+        gains = [end - values[i][t] for t, end in zip(starts, ends)]
+        out.append([gains[s] if s >= 0 else 0.0 for s in row])
+    return out
+
+
+def tree_gain(credit, r, std, eps):
+    def value(i, prefix):
+        return [r.reward[j] for j in r.siblings(i) if r.token_ids[j][: len(prefix)] == prefix]
+
+    def mean(numbers):
+        return math.fsum(numbers) / len(numbers)
+
+    out = copy(credit)
+    for i, t in r.places():
+        rewards = value(i, [])
+        spread = 1.0
+        if std and min(rewards) < max(rewards):
+            squares = math.fsum((one - mean(rewards)) ** 2 for one in rewards)
+            spread = math.sqrt(squares / (len(rewards) - 1)) + eps
+        ids = r.token_ids[i]
+        out[i][t] += (mean(value(i, ids[: t + 1])) - mean(value(i, ids[:t]))) / spread
+    return out
+
+
+def whiten(credit, r, eps, counts=None):
+    """``counts[i][t]``: whether a token is counted; all by default."""
+    places = [(i, t) for i, t in r.places() if counts is None or counts[i][t]]
+    mean = math.fsum(credit[i][t] for i, t in places) / max(len(places), 1)
+    squares = [(credit[i][t] - mean) ** 2 for i, t in places]
+    std = math.sqrt(math.fsum(squares) / max(len(places), 1) + eps)
+    out = [[0.0] * len(row) for row in credit]
+    for i, t in places:
+        out[i][t] = (credit[i][t] - mean) / std
+    return out
+
+
+def only_improbable(credit, r, max_prob, whiten_them=False, eps=1e-8):
+    kept = [[math.exp(logp) < max_prob for logp in row] for row in r.sampler_logp]
+    if whiten_them:
+        return whiten(credit, r, eps, kept)
+    return [[c if k else 0.0 for c, k in zip(*rows)] for rows in zip(credit, kept)]
+
+
 def group_divergence(credit, r, candidates, fraction):
     """``candidates[i][t]`` is a dict of id -> probability."""
     out = [[0.0] * len(row) for row in credit]
@@ -136,35 +183,17 @@ def divergence_from_group(r, candidates, i, t):
     return total / 2 if total / 2 >= 1e-12 else 0.0
 
 
-def teacher(credit, r, source):
+def entropy_filter(credit, r, limit, coef):
+    mean = [math.fsum(row) / len(row) if row else 0.0 for row in r.entropy]
     return [
-        [r.teacher_logp[i][t] - r.trainer_logp[i][t] if r.has_teacher[i] else 0.0 for t in range(n)]
-        for i, n in enumerate(map(len, credit))
+        [c - coef * mean[i] if mean[i] <= limit else 0.0 for c in row]
+        for i, row in enumerate(credit)
     ]
 
 
-def proximal_teacher(credit, r, alpha):
-    returns = []
-    for teacher_logp, sampler_logp in zip(r.teacher_logp, r.sampler_logp):
-        reward = [
-            math.log(alpha * math.exp(a - b) + 1 - alpha)
-            for a, b in zip(teacher_logp, sampler_logp)
-        ]
-        later = [reward[t + 1 :] for t in range(len(reward))]
-        returns.append([x + (sum(xs) / len(xs) if xs else 0) for x, xs in zip(reward, later)])
-    out = [[0.0] * len(row) for row in credit]
-    for i in range(len(credit)):
-        if not r.has_teacher[i]:
-            continue
-        values = [x for j in r.siblings(i) if r.has_teacher[j] for x in returns[j]]
-        mean = math.fsum(values) / len(values)
-        variance = math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1)
-        for t, x in enumerate(returns[i]):
-            out[i][t] = (x - mean) / max(math.sqrt(variance), 1e-6)
-    return out
+def conflict(credit, r, positive, negative, runs, multiply=False, divide=False, rule=None):
+    """``rule`` is ``entropy_filter`` with its parameters, or none."""
 
-
-def conflict(credit, r, positive, negative, runs):
     def contested(i, t, from_end):
         signs = set()
         for j in r.siblings(i):
@@ -173,13 +202,17 @@ def conflict(credit, r, positive, negative, runs):
                 signs.add((credit[j][s] > 0) - (credit[j][s] < 0))
         return {-1, 1} <= signs
 
-    out = copy(credit)
+    out = copy(credit) if rule is None else entropy_filter(credit, r, **rule.params)
+    conflicts = [0] * len(credit)
     for i, t in r.places():
         n = len(r.token_ids[i])
         start = runs != "end" and all(contested(i, s, False) for s in range(t + 1))
         end = runs != "start" and all(contested(i, s, True) for s in range(t, n))
-        if start or end:
-            out[i][t] = credit[i][t] * (positive if credit[i][t] > 0 else negative)
+        conflicts[i] += start or end
+        for _ in range(start + end if multiply else start or end):
+            out[i][t] *= positive if credit[i][t] > 0 else negative
+    if divide:
+        out = [[c / max(1, conflicts[i]) for c in row] for i, row in enumerate(out)]
     return out
 
 

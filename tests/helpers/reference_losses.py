@@ -128,10 +128,10 @@ def soft_gate(case, tau_pos=1.0, tau_neg=1.05):
     return per_token(case, one)
 
 
-def sequence_ratio(case, clip_low=3e-4, clip_high=4e-4):
+def sequence_ratio(case, clip_low=3e-4, clip_high=4e-4, mean=True):
     out = []
     for i, row in enumerate(log_ratios(case)):
-        s = math.exp(sum(row) / len(row))
+        s = math.exp(sum(row) / (len(row) if mean else 1))
         out.append([ppo(c, s, 1 - clip_low, 1 + clip_high, math.inf) for c in case.credit[i]])
     return out
 

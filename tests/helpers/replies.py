@@ -19,7 +19,7 @@ def with_reply(batch: cp.TokenBatch, at: int, reply: list[list[int]]) -> cp.Toke
         rubbish = torch.full((len(value), reply_NR.shape[1], *value.shape[2:]), 7.0)
         middle = reply_NR if name == "token_ids_NT" else rubbish
         middle = torch.zeros_like(reply_NR) if name in ("mask_NT", "topk_ids_NTK") else middle
-        middle = torch.full_like(reply_NR, -1) if name == "turn_NT" else middle
+        middle = torch.full_like(reply_NR, -1) if name in ("turn_NT", "segment_NT") else middle
         if middle.dim() < value.dim():
             middle = middle[..., None].expand(*middle.shape, value.shape[2])
         return torch.cat([value[:, :at], middle.to(value.dtype), value[:, at:]], 1)
@@ -47,6 +47,7 @@ def with_replies(batch: cp.TokenBatch, lengths: list[int]) -> cp.TokenBatch:
     index_NT = torch.tensor([row + [-1] * (width - len(row)) for row in index])
     reply_N1 = 1000 + torch.arange(batch.num_rollouts)[:, None]
     fills = {"token_ids_NT": reply_N1, "turn_NT": -1, "mask_NT": 0, "topk_ids_NTK": 0}
+    fills["segment_NT"] = -1
 
     def spread(name: str, value: torch.Tensor) -> torch.Tensor:
         fill = torch.as_tensor(fills.get(name, 7)).to(value.dtype)

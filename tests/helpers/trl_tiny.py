@@ -36,6 +36,24 @@ SMALL = {
 }
 
 
+# the tiny model is undecided everywhere: GTPO's filter would leave nothing
+GTPO = {
+    "credit": [
+        {
+            "name": "conflict",
+            "multiply": True,
+            "divide": True,
+            "rule": {"name": "entropy_filter", "limit": 10.0},
+        }
+    ]
+}
+
+
+def axes_of(name: str) -> dict:
+    """The axes with which a preset learns something from the tiny model."""
+    return GTPO if name == "gtpo" else {}
+
+
 def prompts(count=48):
     return Dataset.from_dict(
         {"prompt": [f"w{k % 12} w{(5 * k + 1) % 12} w{k // 12}" for k in range(count)]}

@@ -47,7 +47,11 @@ VARIANTS = {
     "detached_ratio": [{}, {"clip_low": 0.2, "clip_high": 0.5}],
     "soft_gate": [{}, {"tau_pos": 2.0, "tau_neg": 0.5}],
     "contrastive": [{}, {"clip_low": 0.5, "clip_high": 1.0}],
-    "sequence_ratio": [{}, {"clip_low": 0.3, "clip_high": 0.5}],
+    "sequence_ratio": [
+        {},
+        {"clip_low": 0.3, "clip_high": 0.5},
+        {"clip_low": 0.2, "clip_high": 0.2, "mean": False},
+    ],
     "geometric": [{}, {"clip_low": 1.0, "clip_high": 2.0}],
     "cumulative": [
         {},

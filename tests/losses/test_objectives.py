@@ -52,6 +52,25 @@ def test_sequence_ratio_has_the_gradient_of_the_sequence_objective():
     assert_close(uneven * rows.credit_NT, got * uneven_NT)
 
 
+def test_the_whole_ratio_has_the_gradient_of_rloo_in_trl():
+    """-(1/N) sum_i min(s_i A_i, clip(s_i, 0.8, 1.2) A_i), s_i = exp(sum_t log r_t); some rollouts
+    are clipped.
+    """
+    logp_NT, rows = random_rows(seed=12, uniform=True, spread=0.2)
+    scale_NT = constant_length(rows.mask_NT, rows.credit_NT, rows.advantage_N, length=1)
+    rows, loss = (
+        rows._replace(scale_NT=scale_NT),
+        sequence_ratio(clip_low=0.2, clip_high=0.2, mean=False),
+    )
+    leaf_NT = logp_NT.clone().requires_grad_()
+    ratio_N = ((leaf_NT - rows.sampler_logp_NT) * rows.mask_NT).sum(1).exp()
+    both_2N = torch.stack([ratio_N, ratio_N.clamp(0.8, 1.2)]) * rows.advantage_N
+    expected = value_and_gradient(-both_2N.amin(0).mean(), leaf_NT)[1]
+    is_cut_NT = loss(logp_NT, rows).clipped_NT
+    assert is_cut_NT.any() and not is_cut_NT[rows.mask_NT].all()
+    assert_close(gradient(loss, logp_NT, rows), expected)
+
+
 def test_geometric_has_the_gradient_of_its_sequence_objective():
     logp_NT, rows = random_rows(seed=9, uniform=True, spread=0.6)
     rows = rows._replace(scale_NT=per_sequence(rows.mask_NT, rows.credit_NT, rows.advantage_N))

@@ -8,9 +8,13 @@ from itertools import islice
 
 import pytest
 
+from counterpoise.errors import ConfigError
 from counterpoise.tasks import Reward, grade, task
 from counterpoise.tasks import code as code_module
 from counterpoise.tasks.code import last_block, score
+from counterpoise.trainer.collect import check_grader
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.loop import train
 from counterpoise.types import Prompt
 from helpers.sandboxes import NEEDS_BUBBLEWRAP
 
@@ -64,6 +68,13 @@ def test_style_of_the_programs_in_a_file_is_not_remarked_on(tmp_path, recwarn):
     warnings.simplefilter("always")
     assert next(task("code", path=write(tmp_path, [row]), test_frac=0.0).prompts("train", 0)).id
     assert [one for one in recwarn if "escape" in str(one.message)] == []
+
+
+def test_a_grader_that_cannot_wait_for_the_tests_is_refused_before_a_model_loads(path):
+    recipe = {"task": {"name": "code", "path": path, "time_limit_s": 3}, "model": "no/such-model"}
+    with pytest.raises(ConfigError, match=r"grader_time_limit_s is 4, and the task may take 5 s"):
+        train(parse_config({**recipe, "grader_time_limit_s": 4}))
+    check_grader(task(**recipe["task"]), parse_config({**recipe, "grader_time_limit_s": 5}))
 
 
 def test_a_stream_starts_where_it_is_told(path):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from counterpoise.cli import dispatch
+from counterpoise.report.warnings import flat_stretches
 from counterpoise.run.read import open_run, read_jsonl
 from counterpoise.tasks.workers import POOL
 
@@ -171,6 +172,24 @@ def test_nothing_to_learn_is_said(train):
     assert [row["reward/flat_batches"] for row in rows] == [1, 2, 3, 4]
     assert ["warnings" in row for row in rows] == [False, False, True, False]
     assert "nothing to learn for 3 batches: every reward is 0" in said
+
+
+def test_a_method_without_rewards_has_something_to_learn_from_equal_ones(train):
+    code, said, run_dir = train(task=graded_by("zero"), method={"name": "opsa"})
+    assert code == 0 and "nothing to learn" not in said
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["reward/flat_batches"] for row in rows] == [0, 0, 0, 0]
+    assert all(row["loss/coef_mass"] > 0 for row in rows)
+    assert flat_stretches(open_run(run_dir)) == []
+
+
+def test_rules_that_take_all_credit_away_are_told(train):
+    """Rewards differ, and GTPO's filter drops every rollout."""
+    rule = {"name": "entropy_filter", "limit": 0.0}
+    method = {"name": "gtpo", "credit": [{"name": "conflict", "rule": rule}]}
+    code, said, _ = train(task={"name": "helpers.probe_run:Coin"}, method=method)
+    assert code == 0
+    assert "nothing to learn for 3 batches: rewards differ, and no token has credit." in said
 
 
 def test_a_resumed_run_goes_on_counting(train):

@@ -31,11 +31,12 @@ from counterpoise.arena.serial import train_apart
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.catalogue.rows import moves_anchor
 from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import check_forks, check_prompts
+from counterpoise.trainer.collect import check_forks, check_grader, check_prompts
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 
@@ -103,6 +104,7 @@ def opened(
     try:
         check_prompts(policy, task, config)
         check_forks(config, is_environment(task))
+        check_grader(task, config)
         policy.model.to(device)  # pyright: ignore[reportArgumentType]
         methods = {}
         for arm in design.arms:
@@ -135,8 +137,8 @@ def why_alone(arena: Arena, config: Config) -> str:
 
 
 def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
-    """Train and evaluate these runs, stack by stack; those with a method that samples more or has a
-    teacher, and those of models that cannot be stacked, by themselves.
+    """Train and evaluate these runs, stack by stack; those whose method or model cannot be stacked,
+    by themselves.
     """
     last = arena.design.last
     ended = finished(read_results(arena.out), last)
@@ -151,8 +153,14 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
 
 def is_alone(arena: Arena, run: Run) -> bool:
     config = config_of(arena.design, run)
-    method = arena.methods[run.arm]
-    return bool(why_alone(arena, config) or method.collectors or method.has_teacher)
+    return bool(why_alone(arena, config)) or not shares_stack(arena.methods[run.arm])
+
+
+def shares_stack(method: Method) -> bool:
+    """Whether a stack can train it: it samples as the others do, and its ratios start from the
+    sampler, whose log-probs are all that the updates of a stack have.
+    """
+    return not method.collectors and not moves_anchor(method.rules)
 
 
 def train_stack(arena: Arena, runs: list[Run]) -> None:
@@ -287,11 +295,7 @@ def arm_cosines(
 
 
 def fits(arena: Arena, control: str, name: str, rate: float) -> bool:
-    """Whether an arm can take its control's rollouts: the same recipe, no sampling of its own, no
-    teacher.
-    """
+    """Whether an arm can take its control's rollouts: the same recipe, no sampling of its own."""
     seed = arena.design.seeds[0]
     own, other = (config_of(arena.design, Run(arm, rate, seed)) for arm in (name, control))
-    method = arena.methods[name]
-    is_alone = bool(method.collectors) or method.has_teacher
-    return shape_of(own) == shape_of(other) and not is_alone
+    return shape_of(own) == shape_of(other) and shares_stack(arena.methods[name])

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
-from counterpoise.arena.design import read_design
 from counterpoise.errors import ConfigError
 from counterpoise.run.files import append_json
 from counterpoise.run.read import read_jsonl, read_mapping
@@ -78,11 +77,6 @@ def read_results(out: Path, problems: list[str] | None = None) -> list[Result]:
             " out."
         )
     return list({(one.run, one.batch, bool(one.stopped)): one for one in known}.values())
-
-
-def runs_finished(out: Path) -> set[Run]:
-    """Runs that need no more work: they have the last evaluation of the design, or stopped."""
-    return finished(read_results(out), read_design(out).last)
 
 
 def finished(results: Sequence[Result], last: int) -> set[Run]:

@@ -157,9 +157,16 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "gtpo": (
-        "Tokens that correct and failed rollouts share are not punished.",
+        "Tokens that correct and failed rollouts share are not punished; undecided rollouts drop.",
         "arXiv 2508.03772",
-        {"credit": ["conflict"], "loss": CLIP},
+        {
+            "advantage": "group_mean",
+            "credit": [
+                {"name": "conflict", "multiply": True, "divide": True, "rule": "entropy_filter"}
+            ],
+            "loss": "reinforce",
+            "reduction": "per_sequence",
+        },
     ),
     "top_entropy": (
         "Credit on the fifth of tokens with the highest entropy.",
@@ -169,7 +176,10 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ar": (
         "Credit scaled down on improbable tokens.",
         "arXiv 2505.12929",
-        {"credit": ["probability_scaled"], "loss": CLIP},
+        {
+            "credit": [{"name": "probability_scaled", "alpha": 0.2}],
+            "loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.24, "dual_clip": 10.0},
+        },
     ),
     "ktae": (
         "Adds each token's association with correctness in its group.",
@@ -205,39 +215,37 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "reduction": {"name": "per_sequence", "count": "credited"},
         },
     ),
-    "sdpo": (
-        "The policy, having read a right answer or the grader's feedback, teaches itself.",
-        "arXiv 2601.20802",
+    "vine_ppo": (
+        "Each step gets what it added to the mean reward of fresh completions.",
+        "arXiv 2410.01679",
         {
-            "credit": ["teacher"],
-            "loss": {"name": "detached_ratio", "clip_high": 1.0},
-            "reduction": {"name": "per_token", "count": "credited"},
+            "advantage": "group_mean",
+            "credit": [{"name": "prefix_value", "max_steps": 25}, "whiten"],
+            "loss": [CLIP, {"name": "kl", "coef": 1e-4}],
         },
     ),
-    "opsd": (
-        "The first policy, having read the reference solution, teaches the policy; no reward.",
-        "arXiv 2601.18734",
+    "spo_chain": (
+        "The same between cuts at improbable tokens, and credit on improbable tokens alone.",
+        "arXiv 2505.23564",
         {
-            "advantage": {"name": "constant", "value": 1.0},
-            "credit": [{"name": "teacher", "source": "solution", "model": "initial"}],
-            "loss": "reinforce",
-            "reduction": {"name": "per_token", "count": "credited"},
-        },
-    ),
-    "top_d": (
-        "A teacher mixed with the policy; a token is paid for itself and for what follows.",
-        "arXiv 2607.04751",
-        {
-            "advantage": {"name": "constant", "value": 1.0},
-            "credit": ["proximal_teacher"],
+            "advantage": "group_mean",
+            "credit": [
+                {"name": "prefix_value", "split": "improbable"},
+                {"name": "only_improbable", "whiten": True},
+            ],
             "loss": CLIP,
             "reduction": {"name": "per_token", "count": "credited"},
         },
     ),
+    "tempo": (
+        "GRPO, and at each fork what the token did to the mean reward of its branch.",
+        "arXiv 2509.18314",
+        {"advantage": {"name": "group_zscore", "eps": 1e-6}, "credit": ["tree_gain"]},
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",
-        {"loss": "clip_cov"},
+        {"loss": {"name": "clip_cov", "clip_low": 1.0, "clip_high": 1.0}},
     ),
     "f_grpo": (
         "Focal weight (1 - solve rate)^gamma on each prompt.",

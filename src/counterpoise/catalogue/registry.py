@@ -120,14 +120,14 @@ def _example(chosen: Method) -> TokenBatch:
         "entropy_NT": torch.rand(2, 3, generator=gen) + 0.1,
         "trainer_logp_NT": torch.full((2, 3), -0.7),
         "ref_logp_NT": torch.full((2, 3), -0.8),
-        "teacher_logp_NT": torch.full((2, 3), -0.6),
-        "has_teacher_N": torch.tensor([True, False]),
         "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
         "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
         "topk_logp_NTK": torch.full((2, 3, 3), -1.2),
         "head_VD": torch.randn(8, 4, generator=gen),
         "turn_score_NU": torch.rand(2, 1, generator=gen),
         "state_NU": torch.zeros(2, 1, dtype=torch.long),
+        "segment_NT": torch.tensor([[0, 0, 1]] * 2),
+        "value_NT": torch.tensor([[0.5, 0.5, 0.8], [0.5, 0.5, 0.2]]),
     }
     extra = {name: torch.rand(2, 3, generator=gen) for name in chosen.needs if name not in COLUMNS}
     return TokenBatch(

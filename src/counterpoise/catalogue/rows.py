@@ -52,8 +52,12 @@ def update_rows(
 
 def ratio_anchor(rules: Sequence[Stage], batch: TokenBatch) -> Tensor | None:
     """The log-probs that ratios of the loss start from, where they are not the sampler's."""
-    moves = any(part.has("anchors_at_trainer") for rule in rules for part in (rule, *rule.nested))
-    return batch.column("trainer_logp_NT") if moves else None
+    return batch.column("trainer_logp_NT") if moves_anchor(rules) else None
+
+
+def moves_anchor(rules: Sequence[Stage]) -> bool:
+    """Whether ratios of the loss start from the trainer's log-probs."""
+    return any(part.has("anchors_at_trainer") for rule in rules for part in (rule, *rule.nested))
 
 
 def kept_rollouts(rules: Sequence[Stage], batch: TokenBatch) -> Tensor | None:

@@ -14,7 +14,7 @@ from counterpoise.credit.delta import delta
 from counterpoise.credit.difficulty import focal
 from counterpoise.credit.divergence import divergence_from_group, group_divergence
 from counterpoise.credit.edits import edits
-from counterpoise.credit.entropy import spurious, top_entropy
+from counterpoise.credit.entropy import entropy_filter, spurious, top_entropy
 from counterpoise.credit.mismatch import mismatch_weight
 from counterpoise.credit.negatives import (
     negative_mass,
@@ -23,14 +23,16 @@ from counterpoise.credit.negatives import (
     soften_negatives,
 )
 from counterpoise.credit.overlap import conflict, shared_prefix
+from counterpoise.credit.prefix_value import prefix_value
 from counterpoise.credit.probability import covariance, kl_penalty, probability_scaled
 from counterpoise.credit.scores import information_gain, turn_credit
 from counterpoise.credit.states import state_groups
 from counterpoise.credit.surprisal import rare_uncertain, surprisal_boost
-from counterpoise.credit.teacher import proximal_teacher, teacher
+from counterpoise.credit.tree_gain import tree_gain
 from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
 from counterpoise.credit.value_baseline import value_baseline
+from counterpoise.credit.whitening import only_improbable, whiten
 from counterpoise.stage import Stage
 
 RULES: dict[str, Stage] = {
@@ -40,6 +42,7 @@ RULES: dict[str, Stage] = {
     "edits": edits,
     "top_entropy": top_entropy,
     "conflict": conflict,
+    "entropy_filter": entropy_filter,
     "probability_scaled": probability_scaled,
     "ktae": ktae,
     "shared_prefix": shared_prefix,
@@ -61,8 +64,10 @@ RULES: dict[str, Stage] = {
     "surprisal_boost": surprisal_boost,
     "rare_uncertain": rare_uncertain,
     "group_divergence": group_divergence,
-    "teacher": teacher,
-    "proximal_teacher": proximal_teacher,
+    "prefix_value": prefix_value,
+    "only_improbable": only_improbable,
+    "whiten": whiten,
+    "tree_gain": tree_gain,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -79,6 +84,7 @@ __all__ = [
     "edit_credit",
     "edit_distance",
     "edits",
+    "entropy_filter",
     "even_mass",
     "focal",
     "group_divergence",
@@ -93,21 +99,23 @@ __all__ = [
     "negative_mass",
     "negative_token_filter",
     "negatives",
+    "only_improbable",
     "only_negative",
     "only_positive",
+    "prefix_value",
     "probability_scaled",
-    "proximal_teacher",
     "rare_uncertain",
     "shared_prefix",
     "soften_negatives",
     "spurious",
     "state_groups",
     "surprisal_boost",
-    "teacher",
     "top_entropy",
+    "tree_gain",
     "turn_baseline",
     "turn_credit",
     "turn_index_baseline",
     "uniform",
     "value_baseline",
+    "whiten",
 ]

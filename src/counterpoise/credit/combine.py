@@ -13,7 +13,7 @@ from counterpoise.stage import Stage, call, declare
 from counterpoise.types import TokenBatch
 
 
-def _nested(
+def nested_numbers(
     before_NT: Tensor, after_NT: Tensor, batch: TokenBatch, *, rule: Stage, reduce: Reduce = LOCAL
 ) -> dict[str, Tensor]:
     """The numbers of the rule inside, taken on the outer result."""
@@ -26,7 +26,7 @@ def _gives_turns(*, rule: Stage | None = None) -> bool:
     return isinstance(rule, Stage) and rule.has("assigns_turns")
 
 
-@declare(report=_nested, assigns_turns=_gives_turns)
+@declare(report=nested_numbers, assigns_turns=_gives_turns)
 def keep_mass(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -57,7 +57,7 @@ def keep_mass(
     ... ).tolist()
     [[0.0, -1.5, 0.0]]
     """
-    _check_rule("keep_mass", rule)
+    check_rule("keep_mass", rule)
     after_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
     if not per_side:
         return after_NT * _factor(credit_NT.abs(), after_NT.abs(), reduce)
@@ -102,7 +102,7 @@ def even_mass(
     ... ).tolist()
     [[-0.25, -0.25, -0.25, -0.25]]
     """
-    _check_rule("even_mass", rule)
+    check_rule("even_mass", rule)
     after_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
     positive, negative = (
         _factor(after, before, reduce)
@@ -114,7 +114,7 @@ def even_mass(
     return credit_NT * torch.where(credit_NT > 0, positive, negative)
 
 
-@declare(report=_nested)
+@declare(report=nested_numbers)
 def only_positive(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -136,13 +136,13 @@ def only_positive(
     ... ).tolist()
     [[0.5], [-1.0]]
     """
-    _check_rule("only_positive", rule)
+    check_rule("only_positive", rule)
     return torch.where(
         credit_NT > 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
     )
 
 
-@declare(report=_nested)
+@declare(report=nested_numbers)
 def only_negative(
     credit_NT: Tensor,
     batch: TokenBatch,
@@ -164,7 +164,7 @@ def only_negative(
     ... ).tolist()
     [[1.0], [-0.5]]
     """
-    _check_rule("only_negative", rule)
+    check_rule("only_negative", rule)
     return torch.where(
         credit_NT < 0, call(rule, credit_NT, batch, reduce=reduce, generator=generator), credit_NT
     )
@@ -195,7 +195,7 @@ def _part_numbers(
     parts = _parts(before_NT, batch, rules, reduce, generator)
     for k, (rule, part_NT) in enumerate(zip(rules, parts, strict=True)):
         own = {"mass": reduce.sum(torch.where(batch.mask_NT, part_NT, 0).abs().sum())}
-        own |= _nested(before_NT, part_NT, batch, rule=rule, reduce=reduce)
+        own |= nested_numbers(before_NT, part_NT, batch, rule=rule, reduce=reduce)
         numbers |= {f"{k}_{rule.name}/{key}": value for key, value in own.items()}
     return numbers
 
@@ -259,7 +259,7 @@ def _check_mix(rules: object, weights: object) -> None:
     if not isinstance(rules, (list, tuple)) or not rules:
         raise ValueError(f"mix: rules must be a list of one or more credit rules, got {rules!r}.")
     for rule in rules:
-        _check_rule("mix", rule)
+        check_rule("mix", rule)
     if not isinstance(weights, (list, tuple)) or len(weights) != len(rules):
         raise ValueError(
             f"mix: weights must be a list of {len(rules)} numbers, one per rule, got {weights!r}."
@@ -268,7 +268,7 @@ def _check_mix(rules: object, weights: object) -> None:
         check_number("mix", **{f"weights[{k}]": weight})
 
 
-def _check_rule(stage: str, rule: object) -> None:
+def check_rule(stage: str, rule: object) -> None:
     """``rule`` must be a bound credit rule without memory."""
     if isinstance(rule, Stage) and rule.init:
         raise ValueError(

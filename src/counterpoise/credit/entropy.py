@@ -1,4 +1,6 @@
-"""Rules that read the entropy of the sampling distribution: top_entropy, spurious."""
+"""Rules that read the entropy of the sampling distribution: top_entropy, spurious,
+entropy_filter.
+"""
 
 from __future__ import annotations
 
@@ -156,3 +158,63 @@ def spurious(
             reduce.sum(is_kept_NT.sum()).to(credit_NT.dtype),
         )
     return kept_NT * torch.where(kept > 0, whole / torch.where(kept > 0, kept, 1), 1)
+
+
+def rollout_entropy(batch: TokenBatch) -> Tensor:
+    """Mean entropy over the tokens of each rollout, [N]; 0 for one without a token."""
+    entropy_NT = torch.where(batch.mask_NT, batch.column("entropy_NT"), 0)
+    return entropy_NT.sum(1) / batch.length_N.clamp(min=1).to(entropy_NT.dtype)
+
+
+def _filtered(
+    before_NT: Tensor,
+    after_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    limit: float = 0.7,
+    reduce: Reduce = LOCAL,
+) -> dict[str, Tensor]:
+    entropy_N, is_row_N = rollout_entropy(batch), batch.mask_NT.any(1)
+    return {
+        "filtered_frac": masked_mean((entropy_N > limit).to(before_NT.dtype), is_row_N, reduce),
+        "rollout_entropy": masked_mean(entropy_N, is_row_N, reduce),
+    }
+
+
+@declare(needs="entropy_NT", report=_filtered)
+def entropy_filter(
+    credit_NT: Tensor, batch: TokenBatch, *, limit: float = 0.7, coef: float = 0.1
+) -> Tensor:
+    """Drop rollouts that the policy wrote undecided, and charge the others for their entropy.
+
+    credit' = 0 where H > limit, credit - coef * H elsewhere, H the mean entropy over the tokens of
+    the rollout
+
+    Keeps neither the sign nor the mass: rollouts without an advantage are charged too. An infinite
+    ``limit`` drops none, ``coef = 0`` charges none.
+
+    Args:
+        credit_NT: [N, T].
+        limit: of the mean entropy, in nats.
+        coef: >= 0.
+
+    Reference: GTPO, arXiv 2508.03772, with the values of the authors' code. The paper has a
+        threshold of ln 2, and only where the policy starts below it. Departs from the code in that
+        H is that of the sampling distribution, not of the policy at each update.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2], [3, 4]],
+    ...     group=[0, 0],
+    ...     reward=[1.0, 0.0],
+    ...     sampler_logp=[[-1.0] * 2] * 2,
+    ...     entropy=[[0.2, 0.6], [0.4, 2.0]],
+    ... )
+    >>> entropy_filter(torch.tensor([[0.5, 0.5], [-0.5, -0.5]]), batch)
+    tensor([[0.4600, 0.4600],
+            [0.0000, 0.0000]])
+    """
+    check_number("entropy_filter", least=0, or_infinite=True, limit=limit)
+    check_number("entropy_filter", least=0, coef=coef)
+    entropy_N1 = rollout_entropy(batch)[:, None].to(credit_NT.dtype)
+    is_kept_NT = batch.mask_NT & (entropy_N1 <= limit)
+    return torch.where(is_kept_NT, credit_NT - coef * entropy_N1, 0)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.credit.combine import check_rule, nested_numbers
 from counterpoise.credit.draws import scramble
+from counterpoise.credit.uniform import uniform
 from counterpoise.errors import check_choice, check_number
 from counterpoise.maths.reduce import LOCAL, Reduce, groups, masked_mean
 from counterpoise.maths.trie import pair_index, prefix_nodes, row_mask
-from counterpoise.stage import declare
+from counterpoise.stage import Stage, call, declare
 from counterpoise.types import TokenBatch
 
 
@@ -28,16 +30,21 @@ def conflict_tokens(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both")
     >>> conflict_tokens(torch.tensor([[1.0] * 3, [-1.0] * 3]), batch, runs="start").tolist()
     [[True, False, False], [True, False, False]]
     """
+    return conflict_runs(credit_NT, batch, runs=runs).any(0)
+
+
+def conflict_runs(credit_NT: Tensor, batch: TokenBatch, *, runs: str = "both") -> Tensor:
+    """The run of conflict tokens from the start of each rollout, and the one from its end,
+    [2, N, T].
+    """
     check_choice("conflict", ("start", "end", "both"), runs=runs)
     mask_NT, index_N = batch.mask_NT, groups(batch.group_N).index_N
     columns = _Columns(batch.token_ids_NT.long(), mask_NT, row_mask(mask_NT), credit_NT)
-    is_conflict_NT = torch.zeros_like(mask_NT)
-    if runs != "end":
-        is_conflict_NT = is_conflict_NT | _run(columns, index_N)
-    if runs != "start":
-        turned = _Columns(*(column.flip(1) for column in columns))
-        is_conflict_NT = is_conflict_NT | _run(turned, index_N).flip(1)
-    return is_conflict_NT & mask_NT
+    turned = _Columns(*(column.flip(1) for column in columns))
+    none_NT = torch.zeros_like(mask_NT)
+    start_NT = none_NT if runs == "end" else _run(columns, index_N)
+    end_NT = none_NT if runs == "start" else _run(turned, index_N).flip(1)
+    return torch.stack([start_NT, end_NT]) & mask_NT
 
 
 class _Columns(NamedTuple):
@@ -94,10 +101,11 @@ def _conflicts(
     batch: TokenBatch,
     *,
     runs: str = "both",
+    rule: Stage = uniform,
     reduce: Reduce = LOCAL,
 ) -> dict[str, Tensor]:
     is_conflict_NT = conflict_tokens(before_NT, batch, runs=runs).to(before_NT.dtype)
-    return {
+    return nested_numbers(before_NT, after_NT, batch, rule=rule, reduce=reduce) | {
         "conflict_frac_positive": masked_mean(is_conflict_NT, before_NT > 0, reduce),
         "conflict_frac_negative": masked_mean(is_conflict_NT, before_NT < 0, reduce),
     }
@@ -111,11 +119,16 @@ def conflict(
     positive: float = 2.0,
     negative: float = 0.0,
     runs: str = "both",
+    multiply: bool = False,
+    divide: bool = False,
+    rule: Stage = uniform,
+    reduce: Reduce = LOCAL,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Do not punish what correct answers share with failed ones.
 
-    On conflict tokens credit' = positive * credit where credit > 0, negative * credit where credit
-    < 0; elsewhere credit' = credit.
+    On conflict tokens credit' = positive * rule(credit) where credit > 0, negative * rule(credit)
+    where credit < 0; elsewhere credit' = rule(credit).
 
     A conflict token stands at the same position with the same id in a rewarded and in a punished
     rollout of its group, within the unbroken run of such tokens from the start, or (right-aligned)
@@ -126,12 +139,14 @@ def conflict(
         credit_NT: [N, T]; its signs are the sides.
         positive, negative: the two factors, >= 0.
         runs: ``start``, ``end`` or ``both``.
+        multiply: a token in the runs of both ends gets its factor twice; else once.
+        divide: all of a rollout's credit is divided by the number of its conflict tokens.
+        rule: what becomes of the credit first; the sides stay those before it.
 
-    Reference: GTPO, arXiv 2508.03772. Reads the paper as: a token in both runs is one conflict
-        token (the authors' code multiplies the
-    factors of the two runs, which makes 4). Departs from that code in leaving out its filter of
-    rollouts by entropy and its division of a rollout's loss by the number of its conflict tokens.
-    Experimental in that respect.
+    Reference: GTPO, arXiv 2508.03772. The authors' code has ``multiply``, ``divide`` and the rule
+        ``entropy_filter``; the paper's equations have none of them. Departs from that code where
+        both runs of a rollout have conflict tokens: all of them are counted, the code counts the
+        longer run.
 
     >>> batch = TokenBatch.from_lists(
     ...     [[1, 2], [1, 3]], group=[0, 0], reward=[1.0, 0.0], sampler_logp=[[-1.0] * 2] * 2
@@ -140,11 +155,16 @@ def conflict(
     [[1.0, 0.5], [0.0, -0.5]]
     """
     check_number("conflict", least=0, positive=positive, negative=negative)
+    check_rule("conflict", rule)
+    shaped_NT = call(rule, credit_NT, batch, reduce=reduce, generator=generator)
+    run_2NT = conflict_runs(credit_NT, batch, runs=runs)
     factor_NT = torch.where(credit_NT > 0, positive, negative).to(credit_NT.dtype)
+    if multiply:
+        factor_NT = torch.where(run_2NT.all(0), factor_NT.square(), factor_NT)
     # adding 0 turns -0.0 into 0.0
-    return torch.where(
-        conflict_tokens(credit_NT, batch, runs=runs), credit_NT * factor_NT + 0, credit_NT
-    )
+    after_NT = torch.where(run_2NT.any(0), shaped_NT * factor_NT + 0, shaped_NT)
+    num_N1 = run_2NT.any(0).sum(1, keepdim=True).clamp(min=1)
+    return after_NT / num_N1.to(after_NT.dtype) if divide else after_NT
 
 
 def _sharing(

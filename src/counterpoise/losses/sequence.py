@@ -31,10 +31,16 @@ def mean_log_ratio(log_ratio_NT: Tensor, rows: Rows) -> Tensor:
 
 @token_loss
 def sequence_ratio(
-    trainer_logp_NT: Tensor, rows: Rows, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    trainer_logp_NT: Tensor,
+    rows: Rows,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    mean: bool = True,
 ) -> Parts:
     """GSPO: s_i = exp(mean_t log r_t), L = -min(s c, clip(s, 1 - clip_low, 1 + clip_high) c) on
-    every token of the rollout.
+    every token of the rollout. Without ``mean`` s_i = exp(sum_t log r_t), the ratio of the whole
+    rollout.
 
     Coef is s_i c, and 0 where s_i is clipped on the side of c. This is the paper's token form: the
     same gradient as its sequence form while credit and scale are constant along a row, and still
@@ -42,6 +48,9 @@ def sequence_ratio(
 
     Args:
         clip_low, clip_high: widths of the clip of s_i.
+        mean: False takes the ratio of the whole rollout; with ``constant_length(length=1)`` this
+            is the gradient of -(1/N) sum_i min(s_i A_i, clip(s_i) A_i), as in TRL's RLOO, which
+            has widths of 0.2.
 
     Reference: arXiv 2507.18071, Eq. 7 (s_i), Eq. 13 and 14 (token form), section 5.1 (widths).
     """
@@ -49,9 +58,8 @@ def sequence_ratio(
         "sequence_ratio", least=0, or_infinite=True, clip_low=clip_low, clip_high=clip_high
     )
     log_ratio_NT = log_ratio(trainer_logp_NT, rows)
-    ratio_NT = own_gradient(
-        bounded_exp(mean_log_ratio(log_ratio_NT, rows)).expand_as(log_ratio_NT), log_ratio_NT
-    )
+    log_N1 = mean_log_ratio(log_ratio_NT, rows) if mean else log_ratio_NT.sum(1, keepdim=True)
+    ratio_NT = own_gradient(bounded_exp(log_N1).expand_as(log_ratio_NT), log_ratio_NT)
     inner_NT, is_cut_NT = clamp_by_side(ratio_NT, rows.credit_NT, 1 - clip_low, 1 + clip_high)
     return -rows.credit_NT * inner_NT, ratio_NT, is_cut_NT
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from counterpoise.text import shared_length
@@ -33,3 +34,40 @@ def token_at(tokenizer: Any, token_ids: Sequence[int], offset: int) -> int | Non
         return bisect_left(counts, offset + 1, key=num_settled) - 1
     last = bisect_left(counts, len(text), key=num_settled)
     return last if last < len(token_ids) else None
+
+
+def tokens_from(
+    tokenizer: Any,
+    token_ids: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    offsets: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """For characters of each text the index of the first token that begins there or behind; the
+    number of tokens where none does.
+
+    Tokens are decoded one by one, each id once; a text that its tokens do not add up to (parts of
+    a character, spaces that a tokenizer puts between tokens) is decoded by prefixes.
+
+    Args:
+        texts: ``decode(ids, skip_special_tokens=True)`` of every row.
+    """
+    distinct = sorted({token for ids in token_ids for token in ids})
+    decoded = tokenizer.batch_decode([[token] for token in distinct], skip_special_tokens=True)
+    piece_of = dict(zip(distinct, decoded))
+    out = []
+    for ids, text, places in zip(token_ids, texts, offsets, strict=True):
+        pieces = [piece_of[token] for token in ids]
+        if "".join(pieces) == text:
+            starts = [0, *accumulate(map(len, pieces))][: len(ids)]
+            out.append([bisect_left(starts, offset) for offset in places])
+        else:
+            out.append([_from_prefixes(tokenizer, ids, text, offset) for offset in places])
+    return out
+
+
+def _from_prefixes(tokenizer: Any, token_ids: Sequence[int], text: str, offset: int) -> int:
+    token = token_at(tokenizer, token_ids, offset)
+    if token is None:
+        return len(token_ids)
+    before = tokenizer.decode(token_ids[:token], skip_special_tokens=True)
+    return token if shared_length(text, before) >= offset else token + 1

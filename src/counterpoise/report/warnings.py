@@ -47,7 +47,12 @@ def flat_stretches(run: RunFolder) -> list[str]:
 def _flat_batches(run: RunFolder) -> dict[int, bool]:
     """batch -> whether nothing varied; from the metrics, else from the saved rollouts."""
     key = "reward/constant_group_frac"
-    rows = {row["batch"]: row[key] == 1 for row in run.metric_rows if key in row}
+    # a batch without an advantage counts; that all rewards are equal matters to most methods only
+    rows = {
+        row["batch"]: row[key] == 1 and row.get("reward/flat_batches", 1) > 0
+        for row in run.metric_rows
+        if key in row
+    }
     return rows or {batch: _is_flat(run, batch) for batch in run.batches("rollouts")}
 
 

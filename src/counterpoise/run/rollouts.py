@@ -27,6 +27,7 @@ READ_TURNS = (  # and those that conversations have beside
 )
 SCORE = "turn_score"
 FEEDBACK = "feedback"
+SEGMENT, VALUE = "segment", "value"
 TEXTS = pa.list_(pa.string())  # also where all lists are empty
 ADVICE = "Take the file as counterpoise train wrote it (save_rollouts_every)."
 
@@ -46,6 +47,7 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
         "weight": credit.weight_NT,
         "sampler_logp": batch.sampler_logp_NT,
         "entropy": batch.entropy_NT,
+        VALUE: batch.value_NT,
     }
     return {
         "batch": [batch_number] * batch.num_rollouts,
@@ -66,6 +68,7 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
             for name, value_NT in numbers.items()
             if value_NT is not None
         },
+        **({} if batch.segment_NT is None else {SEGMENT: ragged(batch.segment_NT, row_NT)}),
         **({FEEDBACK: rollouts.feedback} if rollouts.feedback else {}),
         **turn_columns(rollouts, credit),
     }
@@ -154,8 +157,9 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
     if has_turns:
         scores = (SCORE,) if SCORE in schema.names else ()
         table = parquet.require_columns(path, (*READ, *READ_TURNS, *scores), ADVICE)
-    elif FEEDBACK in schema.names:
-        table = parquet.require_columns(path, (*READ, FEEDBACK), ADVICE)
+    else:
+        beside = [name for name in (FEEDBACK, SEGMENT, VALUE) if name in schema.names]
+        table = parquet.require_columns(path, (*READ, *beside), ADVICE)
     column: dict[str, list[Any]] = table.to_pydict()
     by_group = {
         g: Prompt(i, t, a)
@@ -180,7 +184,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
         column["prompt_ids"],
         column["text"],
         column["stop_reason"],
-        _with_turns(batch, column) if has_turns else batch,
+        _with_turns(batch, column) if has_turns else _with_values(batch, column),
         0,
         [],
         conversations=_conversations(column) if has_turns else None,
@@ -201,22 +205,33 @@ def _with_turns(batch: TokenBatch, column: dict[str, list[Any]]) -> TokenBatch:
     number_U = torch.arange(max(num_turns))
     mask_NU = number_U < torch.tensor(num_turns)[:, None]
 
-    def padded(rows: list[list[Any]], like: Tensor, fill: float) -> Tensor:
-        out = torch.full(like.shape, fill, dtype=torch.long if fill == -1 else torch.float64)
-        for k, row in enumerate(rows):
-            out[k, : len(row)] = torch.tensor(row, dtype=out.dtype)
-        return out
-
     score_NU = None
     if any(score == score for row in column.get(SCORE, []) for score in row):  # not NaN
-        score_NU = padded(column[SCORE], mask_NU, math.nan).to(batch.reward_N.dtype)
+        score_NU = _padded(column[SCORE], mask_NU, math.nan).to(batch.reward_N.dtype)
     return batch.replace(
-        turn_NT=padded(column["turn"], batch.mask_NT, -1),
-        turn_reward_NU=padded(column["turn_reward"], mask_NU, 0).to(batch.reward_N.dtype),
+        turn_NT=_padded(column["turn"], batch.mask_NT, -1),
+        turn_reward_NU=_padded(column["turn_reward"], mask_NU, 0).to(batch.reward_N.dtype),
         turn_mask_NU=mask_NU,
-        state_NU=padded(column["turn_key"], mask_NU, -1),
+        state_NU=_padded(column["turn_key"], mask_NU, -1),
         turn_score_NU=score_NU,
     )
+
+
+def _with_values(batch: TokenBatch, column: dict[str, list[Any]]) -> TokenBatch:
+    """The batch with its segments and their values, where the method measured them."""
+    if SEGMENT not in column or VALUE not in column:
+        return batch
+    return batch.replace(
+        segment_NT=_padded(column[SEGMENT], batch.mask_NT, -1),
+        value_NT=_padded(column[VALUE], batch.mask_NT, 0).to(batch.reward_N.dtype),
+    )
+
+
+def _padded(rows: list[list[Any]], like: Tensor, fill: float) -> Tensor:
+    out = torch.full(like.shape, fill, dtype=torch.long if fill == -1 else torch.float64)
+    for k, row in enumerate(rows):
+        out[k, : len(row)] = torch.tensor(row, dtype=out.dtype)
+    return out
 
 
 def _conversations(column: dict[str, list[Any]]) -> list[Conversation]:

@@ -93,6 +93,12 @@ FEEDBACK_COLUMNS = {
     )
 }
 
+# and beside them where a method measures the value of prefixes (vine_ppo, spo_chain)
+VALUE_COLUMNS = {
+    "segment": "one entry per token: the segment that it belongs to, counted from 0; -1 is none",
+    "value": "one entry per token: mean reward of fresh completions from where its segment begins",
+}
+
 # and beside them where the task is an environment; evals/batch_*.parquet has all but turn_advantage
 TURN_COLUMNS = {
     "turn": (

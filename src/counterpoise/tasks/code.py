@@ -12,12 +12,10 @@ import functools
 import hashlib
 import json
 import os
-import random
 import re
 import textwrap
 import warnings
 from collections.abc import Iterator
-from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +27,8 @@ from counterpoise.errors import (
     check_whole,
     nearest,
 )
-from counterpoise.tasks.sandbox import KINDS, Limits, Program, Sandbox, why_not
+from counterpoise.tasks.sandbox import KINDS, SPARE_S, Limits, Program, Sandbox, why_not
+from counterpoise.tasks.stream import shuffled_passes
 from counterpoise.tasks.workers import Reward
 from counterpoise.types import Prompt
 
@@ -75,8 +74,8 @@ class Code:
         instruction: what the model reads; ``{prompt}`` stands for the text, ``{tests}`` for the
             shown tests.
         sandbox: ``bubblewrap``, or ``none`` to run programs without.
-        time_limit_s, memory_mb, disk_mb, result_kb: of one program with all its tests; keep the
-            time below ``grader_time_limit_s``.
+        time_limit_s, memory_mb, disk_mb, result_kb: of one program with all its tests; the time
+            must fit into ``grader_time_limit_s``.
 
     The answer is the last Python block of a text, or all of it where there is none."""
 
@@ -118,6 +117,11 @@ class Code:
     def limits(self) -> Limits:
         return Limits(self.time_limit_s, self.memory_mb, self.disk_mb, self.result_kb)
 
+    @property
+    def grading_s(self) -> float:
+        """Seconds that the grading of one answer may take."""
+        return self.time_limit_s + SPARE_S
+
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
         """The stream of a split from position ``start``: every pass is a permutation drawn from
         (split, seed, pass); ``test`` ends after one.
@@ -130,10 +134,7 @@ class Code:
                 f"task code: the {split} split of {self.path} has no rows. Change task.{split},"
                 " task.split or task.test_frac."
             )
-        first, skip = divmod(start, len(rows))
-        passes = count(first) if split == "train" else range(first, 1)
-        stream = (row for number in passes for row in _shuffle(rows, f"{split}/{seed}/{number}"))
-        return (row.prompt for row in islice(stream, skip, None))
+        return (row.prompt for row in shuffled_passes(rows, "code", split, seed, start))
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """The score of the answer; its ``feedback`` has a line for each test that fails."""
@@ -330,7 +331,3 @@ def _range(setting: str, text: str) -> range:
             f"task code: task.{setting} must be a range of numbers like 601-974, got {text!r}."
         )
     return range(int(match[1]), int(match[2]) + 1)
-
-
-def _shuffle(rows: list[Row], key: str) -> list[Row]:
-    return random.Random(f"code/{key}").sample(rows, len(rows))

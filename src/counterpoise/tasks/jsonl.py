@@ -13,14 +13,13 @@ import hashlib
 import importlib.util
 import json
 import logging
-import random
 import re
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from counterpoise.errors import check_number, check_text, nearest
+from counterpoise.tasks.stream import shuffled_passes
 from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
@@ -91,13 +90,7 @@ class Jsonl:
                 f"jsonl: the {split} split of {self.path} has no rows. Change test_frac or give"
                 " test_path."
             )
-        first, skip = divmod(start, len(rows))
-        passes = count(first) if split == "train" else range(first, 1)
-        return islice(
-            (row for number in passes for row in _shuffle(rows, f"jsonl/{split}/{seed}/{number}")),
-            skip,
-            None,
-        )
+        return shuffled_passes(rows, "jsonl", split, seed, start)
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if math-verify finds an answer in the text that equals the file's, else 0.0."""
@@ -136,13 +129,11 @@ class Jsonl:
             )
         fields = [self.question] if isinstance(self.question, str) else self.question
         question = " ".join(_field(row, name, "question", where).strip() for name in fields)
-        solution = _field(row, self.answer, "answer", where)
-        answer = self._final(solution, where)
+        answer = self._final(_field(row, self.answer, "answer", where), where)
         return Prompt(
             hashlib.sha256(question.encode()).hexdigest()[:16],
             self.instruction.replace("{question}", question),
             answer,
-            {"solution": solution.strip()},
         )
 
     def _final(self, answer: str, where: str) -> str:
@@ -207,7 +198,3 @@ def _field(row: dict[str, Any], name: str, setting: str, where: str) -> str:
 
 def _is_test(question_id: str, test_frac: float) -> bool:
     return int(question_id, 16) < test_frac * 16 ** len(question_id)
-
-
-def _shuffle(rows: list[Prompt], key: str) -> list[Prompt]:
-    return random.Random(key).sample(rows, len(rows))

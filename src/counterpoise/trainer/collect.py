@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +14,20 @@ from counterpoise.catalogue.method import Method
 from counterpoise.environments import is_environment
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, encode_prompts, measure
+from counterpoise.policy.offsets import tokens_from
 from counterpoise.policy.precision import autocast
-from counterpoise.rollouts import RolloutBatch
+from counterpoise.rollouts import Completions, RolloutBatch
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
 from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.stage import call
 from counterpoise.tasks import Grades, Task, grade
+from counterpoise.trainer.completions import State, complete_states
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
 from counterpoise.types import Prompt, TokenBatch
 
-TAUGHT = {"teacher_logp_NT", "has_teacher_N"}  # ``trainer.teacher`` measures them
 SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
+VALUE = "value_NT"  # what completions measure
 
 
 def collect(
@@ -77,6 +80,15 @@ def check_forks(config: Config, has_turns: bool) -> None:
         )
 
 
+def check_one_turn(task: object, method: Method | None = None) -> None:
+    """Fresh ends of responses are sampled and graded without an environment."""
+    if is_environment(task) and (method is None or VALUE in method.needs):
+        raise ConfigError(
+            "task: the method completes responses from where their steps begin, and an environment"
+            " cannot be set back there. Take turn_rloo, or a task with one turn."
+        )
+
+
 def check_scores(method: Method, has_scores: bool) -> None:
     """A rule that reads scores of turns, and nothing that gives any."""
     names = ", ".join(stage.name for stage in method.stages if SCORE in stage.needs)
@@ -84,6 +96,17 @@ def check_scores(method: Method, has_scores: bool) -> None:
         raise ConfigError(
             f"method: {names} reads a score of the state after each turn, which an environment"
             " gives (Reply.score), and this task does not. Take turn_rloo, or another task."
+        )
+
+
+def check_grader(task: Task, config: Config) -> None:
+    """A task that says how long it may grade (``grading_s``) fits into the recipe's limit."""
+    needs_s = getattr(task, "grading_s", 0.0)
+    if needs_s > config.grader_time_limit_s:
+        raise ConfigError(
+            f"grader_time_limit_s is {config.grader_time_limit_s:g}, and the task may take"
+            f" {needs_s:g} s to grade one answer: slow ones would count as failures of the grader."
+            " Raise grader_time_limit_s or lower task.time_limit_s."
         )
 
 
@@ -108,8 +131,14 @@ def measure_columns(
 ) -> RolloutBatch:
     """The batch with the columns that the method needs and the sampler did not give."""
     batch = collected.batch
-    missing = {name for name in method.needs - TAUGHT if getattr(batch, name, None) is None}
+    missing = {name for name in method.needs if getattr(batch, name, None) is None}
     check_scores(method, SCORE not in missing)
+    if VALUE in missing:
+        raise ConfigError(
+            f"method: {method.name} reads {VALUE}, which fresh completions give where a batch is"
+            " collected: in counterpoise train, in replay, and in the probes localisation and"
+            " token_value."
+        )
     if not missing:
         return collected
     with autocast(policy.model):
@@ -166,6 +195,7 @@ class RolloutSampler:
         self.policy, self.task, self.config = policy, task, config
         self.success = config.task.get("success") if success is None else success
         self.batch_number, self.start, self.needs, self.num_rounds = batch_number, start, needs, 0
+        self.num_more, self.num_more_tokens, self.more_s = 0, 0, 0.0
 
     @property
     def num_prompts(self) -> int:
@@ -217,7 +247,7 @@ class RolloutSampler:
         samples: int,
         purpose: str,
     ) -> RolloutBatch:
-        settings = self.config.rollouts
+        settings, began = self.config.rollouts, time.perf_counter()
         if is_environment(self.task):
             raise ConfigError(
                 "task: a stage of the method answers other prompts, and an environment plays its"
@@ -235,6 +265,7 @@ class RolloutSampler:
         row_ids = [rollouts.prompt_ids[row] for row in owner_N.tolist()]
         group_N = rollouts.batch.group_N[owner_N]
         graded = self._grade(answers, rollouts.prompts, group_N, row_ids)
+        self._count(len(source_N), int(answers.mask_NT.sum()), began)
         return graded._replace(batch=graded.batch.replace(extra={"source_N": source_N}))
 
     def score(self, rollouts: RolloutBatch) -> RolloutBatch:
@@ -254,6 +285,53 @@ class RolloutSampler:
                 sampler_logp_NT=columns["trainer_logp_NT"], entropy_NT=columns["entropy_NT"]
             )
         )
+
+    def complete(
+        self,
+        rollouts: RolloutBatch,
+        places: Sequence[tuple[int, int]],
+        *,
+        samples: int,
+        purpose: str,
+    ) -> Completions:
+        check_one_turn(self.task)
+        began, batch = time.perf_counter(), rollouts.batch
+        ids_NT, group = batch.token_ids_NT.tolist(), batch.group_N.tolist()
+        states = [State(rollouts.prompt_ids[row], ids_NT[row][:num]) for row, num in places]
+        ends = complete_states(
+            self.policy,
+            states,
+            samples,
+            self.config.rollouts,
+            lambda part: derived_seed(self.config.seed, self.batch_number, f"{purpose}/{part}"),
+        )
+        texts = self.policy.tokenizer.batch_decode(ends.answers, skip_special_tokens=True)
+        prompts = [rollouts.prompts[group[places[k][0]]] for k in ends.source]
+        where = f"batch {self.batch_number}"
+        graded = grade_rollouts(self.task, list(zip(prompts, texts)), self.config, where)
+        self._count(len(texts), ends.num_tokens, began)
+        return Completions(
+            torch.tensor(ends.source),
+            torch.tensor(graded.reward, dtype=torch.float64),
+            graded.num_faults,
+            graded.messages,
+        )
+
+    def tokens_at(
+        self, rollouts: RolloutBatch, offsets: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        check_one_turn(self.task)
+        batch = rollouts.batch
+        length = batch.length_N.tolist()
+        ids = [row[:num] for row, num in zip(batch.token_ids_NT.tolist(), length)]
+        tokens = tokens_from(self.policy.tokenizer, ids, rollouts.texts, offsets)
+        return [sorted({t for t in row if 0 < t < num}) for row, num in zip(tokens, length)]
+
+    def _count(self, num: int, num_tokens: int, began: float) -> None:
+        """What stages asked for beside the rollouts of prompts: how much, and how long it took."""
+        self.num_more += num
+        self.num_more_tokens += num_tokens
+        self.more_s += time.perf_counter() - began
 
     def _encode(self, texts: list[str], limit: int) -> list[list[int]]:
         return encode_prompts(self.policy, texts, chat=self.config.chat, max_prompt_tokens=limit)

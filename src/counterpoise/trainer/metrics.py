@@ -67,6 +67,8 @@ def sampling_metrics(
     return {
         "sampling/rounds": sampler.num_rounds,
         "sampling/prompts": sampler.num_prompts,
+        "sampling/more_rollouts": sampler.num_more,
+        "sampling/more_tokens": sampler.num_more_tokens,
         "sampling/kept_frac": len(batch.group_N[row_R].unique()) / sampler.num_prompts,
     }
 

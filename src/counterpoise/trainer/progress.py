@@ -121,11 +121,3 @@ class Clock:
     def mark(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
-
-    def row(self, num_tokens: int) -> dict[str, float]:
-        """Seconds, tokens sampled per second, and the share of a teacher if there is one."""
-        speed = num_tokens / max(self.seconds["sample_s"], 1e-9)
-        row = {**self.seconds, "sample_tokens_per_s": speed}
-        if "teacher_s" in row:
-            row["teacher_share"] = row["teacher_s"] / sum(self.seconds.values())
-        return row

@@ -10,6 +10,7 @@ import contextlib
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 
+from counterpoise.catalogue.method import Method
 from counterpoise.errors import MethodWarning
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import number
@@ -18,18 +19,20 @@ from counterpoise.types import Credit
 FLAT_BATCHES = 3  # so many batches in a row with nothing to learn are worth a line
 
 
-def flat_batches(before: int, collected: RolloutBatch, credit: Credit) -> int:
+def flat_batches(before: int, method: Method, collected: RolloutBatch, credit: Credit) -> int:
     """Batches in a row, up to this one, whose rewards are all equal or whose advantages are all 0;
-    where a rule tells turns apart, those of all turns; where a teacher gives it, without credit.
+    where a rule tells turns apart, those of all turns. A method without rewards learns from any,
+    and none learns where no token has credit.
 
     ``before`` is the number of the batch before.
     """
     reward_N = collected.batch.reward_N
     is_flat = bool((reward_N == reward_N[0]).all() or (credit.advantage_N == 0).all())
-    if collected.batch.has_teacher_N is not None:
-        is_flat = not bool(credit.credit_NT.any())
-    if credit.advantage_NU is not None:
+    if method.advantage.has("ignores_rewards"):
+        is_flat = False
+    elif credit.advantage_NU is not None:
         is_flat = not bool(credit.advantage_NU.any())
+    is_flat = is_flat or not bool(credit.credit_NT.any())
     return before + 1 if is_flat else 0
 
 
@@ -74,6 +77,11 @@ def flat_warning(metrics: Mapping[str, float], success: float) -> list[str]:
     mean = metrics["reward/mean"]
     is_one = metrics["reward/min"] == metrics["reward/max"]
     what = f"every reward is {number(mean)}" if is_one else "the rewards of each prompt are equal"
+    if metrics["reward/constant_group_frac"] < 1:
+        return [
+            f"nothing to learn for {FLAT_BATCHES} batches: rewards differ, and no token has credit."
+            " The rules of the method took all of it: look at credit/... in the metrics."
+        ]
     advice = (
         "The task is solved: take a harder one"
         if metrics["reward/min"] >= success

@@ -41,30 +41,42 @@ def _noted(update_actor):
 PPOTrainer._update_actor = _noted(PPOTrainer._update_actor)
 
 
-class Sampler:
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class``; what it sampled is also kept
-    beside the checkpoints.
+class Manager:
+    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class``: samples with verl's last
+    weights; what it sampled is also kept beside the checkpoints.
     """
 
     def __init__(self, config):
-        self.config, self.generator = config, torch.Generator().manual_seed(0)
+        self.config = config
 
     @classmethod
     def create(cls, config, **others):
         return cls(config)
 
     def generate_sequences(self, prompts):
-        from transformers import AutoModelForCausalLM
-
         batch_number, folder = prompts["global_steps"], Path(self.config.trainer.default_local_dir)
         trained = folder / f"global_step_{batch_number - 1}" / "actor" / "huggingface"
-        path = trained if trained.exists() else self.config.actor_rollout_ref.model.path
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        place = trained if trained.exists() else self.config.actor_rollout_ref.model.path
+        kept = self.sample(str(place), prompts, batch_number)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(kept, folder / f"rollouts_{batch_number}.pt")
+
+
+class Sampler(Manager):
+    """A Hugging Face model, token by token."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def sample(self, place, prompts, batch_number):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
         kept = {}
         for k, uid in enumerate(prompts["uid"]):
             kept |= self.prompt(model, [3 + k % 5, 4, 5], uid, batch_number)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(kept, folder / f"rollouts_{batch_number}.pt")
+        return kept
 
     def prompt(self, model, prompt, uid, batch_number):
         """All rollouts of one prompt, put into the queue under verl's keys."""

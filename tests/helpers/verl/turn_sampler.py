@@ -6,40 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 
 import torch
 from tensordict import NonTensorData, NonTensorStack
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from helpers.verl import sampler  # noqa: F401  # switches verl's rollout servers off
+from helpers.verl.sampler import Manager  # the module also switches verl's rollout servers off
 
 
-class TurnSampler:
-    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class``; what was put into the queue is
-    also kept beside the checkpoints.
-    """
+class TurnSampler(Manager):
+    """Conversations by verl's agent loop worker."""
 
-    def __init__(self, config):
-        self.config = config
-
-    @classmethod
-    def create(cls, config, **others):
-        return cls(config)
-
-    def generate_sequences(self, prompts):
+    def sample(self, place, prompts, batch_number):
         from counterpoise.policy import load_model
         from helpers.verl.turns import Server
 
-        batch_number, folder = prompts["global_steps"], Path(self.config.trainer.default_local_dir)
-        trained = folder / f"global_step_{batch_number - 1}" / "actor" / "huggingface"
-        place = trained if trained.exists() else self.config.actor_rollout_ref.model.path
         kept = {}
-        worker = keeping(kept)(self.config, Server(load_model(str(place)), 1000 * batch_number))
+        worker = keeping(kept)(self.config, Server(load_model(place), 1000 * batch_number))
         rows = [row_of(prompts, k) for k in range(len(prompts))]
         in_a_loop(hold(worker, rows, batch_number))
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(kept, folder / f"rollouts_{batch_number}.pt")
+        return kept
 
 
 def keeping(kept):

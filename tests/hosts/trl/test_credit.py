@@ -106,25 +106,26 @@ def test_presets_that_read_scores_of_turns_are_refused(name, tmp_path):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-TAUGHT = ["opsd", "sdpo", "top_d"]
+SAMPLED_MORE = ["spo_chain", "vine_ppo"]
 
 
-@pytest.mark.parametrize("name", TAUGHT)
-def test_presets_with_a_teacher_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=f"the method '{name}' has a teacher, who scores each"):
+@pytest.mark.parametrize("name", SAMPLED_MORE)
+def test_presets_that_sample_more_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="prefix_value samples more .* TRL samples by itself"):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-@pytest.mark.parametrize("name", sorted(set(cp.methods()) - {*SCORED, *TAUGHT}))
+@pytest.mark.parametrize("name", sorted(set(cp.methods()) - {*SCORED, *SAMPLED_MORE}))
 def test_every_preset_trains_on_its_credit(name, tmp_path, batches):
     """For each preset: the rows of the first micro-batch carry the core's credit, and an update
     follows.
     """
-    trainer = trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+    axes = trl_tiny.axes_of(name)
+    trainer = trl_tiny.ours(tmp_path, args={"method": name, "method_axes": axes} | ONE_STEP)
     start = trl_tiny.weights(trainer)
     trainer.train()
     batch, _, _ = batches[0]
-    expected = cp.method(name).assign(batch, seed=trainer.args.seed)
+    expected = cp.method(name, **axes).assign(batch, seed=trainer.args.seed)
     assert float(expected.credit_NT.abs().sum()) > 0
     micro = trainer._buffered_inputs[0]
     row_B = micro["cp_row"]

@@ -76,7 +76,8 @@ def test_the_run_goes_on_and_the_rest_gets_the_core_s_credit(case, method, tmp_p
     """The ledger's rollouts are those that count, with the credit that the core gives to them
     alone; the others are a share in the metrics.
     """
-    trainer = trained(tmp_path, case, method=method, **LEDGER)
+    axes = trl_tiny.axes_of(method)
+    trainer = trained(tmp_path, case, method=method, method_axes=axes, **LEDGER)
     run = open_run(tmp_path / "counterpoise")
     assert run.problems == []
     batch = read_rollouts(tmp_path / "counterpoise" / "rollouts" / "batch_000000.parquet").batch
@@ -85,7 +86,7 @@ def test_the_run_goes_on_and_the_rest_gets_the_core_s_credit(case, method, tmp_p
     (row, *_) = [row for row in trainer.state.log_history if "credit/left_out_frac" in row]
     assert row["credit/left_out_frac"] == pytest.approx(1 - batch.num_rollouts / 32)
     if not cp.method(method).needs - {"entropy_NT"} and method != "fade":
-        expected_NT = cp.method(method).assign(batch).credit_NT
+        expected_NT = cp.method(method, **axes).assign(batch).credit_NT
         written = run.table("rollouts", 0, ("credit",))["credit"].to_pylist()
         torch.testing.assert_close(
             torch.tensor([c for credit in written for c in credit]),

@@ -259,7 +259,7 @@ class WithImages(trl_tiny.GRPOTrainer):
 @pytest.mark.parametrize(
     ("why", "args"),
     [
-        ("a forward of ours", {"method": "gtpo", "steps_per_generation": 2}),
+        ("a forward of ours", {"method": "ktae", "steps_per_generation": 2}),
         ("plan or ledger", {"method": "dapo", "plan": "query_preserved"}),
         ("plan or ledger", {"method": "dfpo_min"}),
         ("plan or ledger", {"method": "dapo", "ledger_every": 1}),

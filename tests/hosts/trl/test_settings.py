@@ -15,7 +15,7 @@ SEVERAL = {"learning_rate": 0.02, "optim": "sgd", "max_steps": 4}
 
 def test_the_off_policy_mask_is_one_of_rollouts(tmp_path):
     """Token credit or not: a rollout is dropped as a whole, by its own advantage."""
-    args = {"method": "gtpo", "off_policy_mask_threshold": 1e-3, **SEVERAL}
+    args = {"method": "ktae", "off_policy_mask_threshold": 1e-3, **SEVERAL}
     trainer = trl_tiny.ours(tmp_path, args=args)
     seen, compute = [], trainer._compute_loss
 

@@ -27,11 +27,18 @@ pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
 
 NEED_A_STEP = ("tpo", "dfpo_min", "dfpo_orth", "clip_cov")
+SAMPLE_MORE = ("vine_ppo", "spo_chain")
 REWARD_ONLY = [
     name
     for name in cp.methods()
-    if name not in NEED_A_STEP and setup(name).method.reads_rewards_only
+    if name not in (*NEED_A_STEP, *SAMPLE_MORE) and setup(name).method.reads_rewards_only
 ]
+
+
+@pytest.mark.parametrize("name", SAMPLE_MORE)
+def test_a_method_that_samples_more_is_refused(name):
+    with pytest.raises(ValueError, match="prefix_value samples more .* verl samples by itself"):
+        setup(name)
 
 
 def advantages(name, rows, counterpoise=None, **settings):

@@ -122,8 +122,10 @@ def _clip(method: Method, loss: Fields, loss_type: str) -> Fields:
 
 
 def _sequence_clip(method: Method, loss: Fields, loss_type: str) -> Fields | None:
-    """TRL's sequence level is ours only while the tokens of a rollout share one credit."""
-    if method.rules:
+    """TRL's sequence level is ours only while the tokens of a rollout share one credit; its ratio
+    is the mean one.
+    """
+    if method.rules or not loss["mean"]:
         return None
     return {**_clip(method, loss, loss_type), "importance_sampling_level": "sequence"}
 
