@@ -144,6 +144,9 @@ def columns_page() -> str:
         column_table(schema.FEEDBACK_COLUMNS),
         "Where a method [values prefixes](../methods/prefix_value.md) by fresh completions:",
         column_table(schema.VALUE_COLUMNS),
+        "Where the trainer scored the rollouts before its first update (methods that read it, and"
+        " batches with a ledger) there is also:",
+        column_table(schema.TRAINER_COLUMNS),
         "Where the task is an [environment](../guides/own_task.md) the lists hold its tokens too,"
         " with `loss_mask` False and 0 for every number, and there are further columns:",
         column_table(schema.TURN_COLUMNS),

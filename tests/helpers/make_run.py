@@ -435,6 +435,7 @@ def _tokens(
                 "is_clipped": False,
                 "ratio": 1.0 + 0.02 * rng.normal(),
                 "sampler_logp": row["logp"][t],
+                "sampler_gap": 0.01 * ((t % 7) - 3),
                 "trainer_logp": row["logp"][t],
                 "trainer_logp_after": row["logp"][t] + delta,
                 "delta": delta,

@@ -93,7 +93,7 @@ def test_tables_of_version_1_read_under_the_names_of_now():
     run = load_run(V1)
     tokens, rollouts = run.tokens(batch=0), run.rollouts(batch=0)
     parts = {name for name in tokens if name.startswith(PART_PREFIX)}
-    assert set(tokens) - parts == set(TOKEN_COLUMNS) - {"own", "others"} and parts
+    assert set(tokens) - parts == set(TOKEN_COLUMNS) - {"own", "others", "sampler_gap"} and parts
     assert set(rollouts) == set(ROLLOUT_COLUMNS)
     stored = pd.read_parquet(V1 / "tokens" / "step_000000.parquet")
     for name, was in (

@@ -11,7 +11,13 @@ from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run.parquet import KINDS
 from counterpoise.run.read import read_jsonl
 from counterpoise.run.rollouts import read_rollouts
-from counterpoise.run.schema import ROLLOUT_COLUMNS, TOKEN_COLUMNS, TOKEN_TURN_COLUMNS, TURN_COLUMNS
+from counterpoise.run.schema import (
+    ROLLOUT_COLUMNS,
+    TOKEN_COLUMNS,
+    TOKEN_TURN_COLUMNS,
+    TRAINER_COLUMNS,
+    TURN_COLUMNS,
+)
 from counterpoise.trainer.metrics import turn_metrics
 from counterpoise.types import TokenBatch
 from helpers.turns_run import turns_run
@@ -72,7 +78,8 @@ def run_dir(tmp_path_factory):
 
 def test_every_column_of_turns_is_in_the_schema(run_dir):
     rollouts = pq.read_table(run_dir / "rollouts" / "batch_000000.parquet")
-    assert set(rollouts.column_names) == set(ROLLOUT_COLUMNS) | set(TURN_COLUMNS)
+    expected = {*ROLLOUT_COLUMNS, *TRAINER_COLUMNS, *TURN_COLUMNS}
+    assert set(rollouts.column_names) == expected
     tokens = pq.read_table(run_dir / "tokens" / "batch_000000.parquet").column_names
     assert set(TOKEN_COLUMNS) | set(TOKEN_TURN_COLUMNS) == {
         name for name in tokens if not name.startswith("part_")

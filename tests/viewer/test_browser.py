@@ -99,6 +99,7 @@ def test_viewer_colours_by_every_column(page, address, table):
         "own_head",
         "entropy",
         "confidence",
+        "sampler_gap",
         "cancellation",
         "category",
     } <= set(page.locator("#colour option").evaluate_all("options => options.map(o => o.value)"))

@@ -47,6 +47,16 @@ class Recording(NamedTuple):
     book: Settings
 
 
+def is_due(every: int, batch_number: int) -> bool:
+    """Whether a batch is accounted for."""
+    return bool(every) and batch_number % every == 0
+
+
+def columns_at(every: int, batch_number: int) -> frozenset[str]:
+    """The columns that the ledger of a batch reads, whatever the method needs."""
+    return frozenset({"trainer_logp_NT"} if is_due(every, batch_number) else ())
+
+
 @contextmanager
 def observe(
     run_dir: Path,
@@ -63,7 +73,7 @@ def observe(
     (keys ``ledger/...``) and ``state`` (JSON, for the next batch) are there.
     """
     observer = Observer(run_dir, policy, collected, recording, batch_number, state, num_updates)
-    if recording.every and batch_number % recording.every == 0:
+    if is_due(recording.every, batch_number):
         observer.open_books(optimizer, credit)
     yield observer
     if recording.every:

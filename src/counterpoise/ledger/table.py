@@ -87,6 +87,8 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "sampler_logp": batch.sampler_logp_NT,
         "confidence": batch.sampler_logp_NT.exp(),
     }
+    if batch.trainer_logp_NT is not None:
+        columns["sampler_gap"] = batch.trainer_logp_NT - batch.sampler_logp_NT
     if batch.turn_NT is not None:
         columns |= {"turn": batch.turn_NT, "turn_advantage": advantage_NT}
     return {

@@ -47,6 +47,7 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
         "weight": credit.weight_NT,
         "sampler_logp": batch.sampler_logp_NT,
         "entropy": batch.entropy_NT,
+        "trainer_logp": batch.trainer_logp_NT,
         VALUE: batch.value_NT,
     }
     return {

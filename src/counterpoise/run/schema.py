@@ -93,6 +93,12 @@ FEEDBACK_COLUMNS = {
     )
 }
 
+# and beside them where the trainer scored the rollouts before its first update: for methods that
+# read it, and in batches with a ledger
+TRAINER_COLUMNS = {
+    "trainer_logp": "log-prob of the token under the trainer, before the first update"
+}
+
 # and beside them where a method measures the value of prefixes (vine_ppo, spo_chain)
 VALUE_COLUMNS = {
     "segment": "one entry per token: the segment that it belongs to, counted from 0; -1 is none",
@@ -145,6 +151,7 @@ TOKEN_COLUMNS = {
     "is_clipped": "the loss was on its clipped side: coef 0 although credit is not",
     "ratio": "exp(trainer - sampler log-prob) before the update",
     "sampler_logp": "sampler log-prob",
+    "sampler_gap": "trainer - sampler log-prob before the first update of the batch, where measured",
     "trainer_logp": "log-prob just before the update",
     "trainer_logp_after": "log-prob just after the update, same forward",
     "delta": "change of the log-prob by the update",

@@ -127,11 +127,19 @@ def check_prompts(policy: Policy, task: Task, config: Config) -> None:
 
 
 def measure_columns(
-    policy: Policy, method: Method, config: Config, collected: RolloutBatch, reference: Any = None
+    policy: Policy,
+    method: Method,
+    config: Config,
+    collected: RolloutBatch,
+    reference: Any = None,
+    *,
+    also: frozenset[str] = frozenset(),
 ) -> RolloutBatch:
-    """The batch with the columns that the method needs and the sampler did not give."""
+    """The batch with the columns that the method needs, and ``also`` these, where the sampler did
+    not give them.
+    """
     batch = collected.batch
-    missing = {name for name in method.needs if getattr(batch, name, None) is None}
+    missing = {name for name in method.needs | also if getattr(batch, name, None) is None}
     check_scores(method, SCORE not in missing)
     if VALUE in missing:
         raise ConfigError(

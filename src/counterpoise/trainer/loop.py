@@ -15,7 +15,7 @@ from counterpoise.environments import is_environment
 from counterpoise.ledger.book import Settings
 from counterpoise.ledger.measures.categories import load_categories
 from counterpoise.ledger.measures.classes import check_axes
-from counterpoise.ledger.recorder import Recording, observe
+from counterpoise.ledger.recorder import Recording, columns_at, observe
 from counterpoise.maths.intervals import Interval
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, add_lora, load_model
@@ -154,7 +154,8 @@ def train_policy(
             collected = collect(method, sampler)
             clock.mark("sample_s")
 
-            collected = measure_columns(policy, method, config, collected, reference)
+            also = columns_at(config.ledger.every, batch_number)
+            collected = measure_columns(policy, method, config, collected, reference, also=also)
             clock.mark("measure_s")
 
             with said_by_us():

@@ -21,7 +21,7 @@ from counterpoise.viewer.turns import has_turns
 
 DIVERGING = (
     *("credit", "delta", "predicted", "own_head", "own", "others", "coef"),
-    *("advantage", "turn_advantage"),
+    *("advantage", "turn_advantage", "sampler_gap"),
 )
 SEQUENTIAL = ("weight", "entropy", "confidence", "cancellation", "ratio", "kl")
 QUANTILE = 0.98  # colours saturate there

@@ -23,7 +23,10 @@ from counterpoise.viewer.texts import token_texts
 
 TURNS = ("turn_advantage",)  # lists, one entry per turn
 ORDER = ("group", "rollout", "position")
-LISTS = ("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "entropy", "turn")
+LISTS = (
+    *("token_ids", "loss_mask", "credit", "weight", "sampler_logp", "trainer_logp", "entropy"),
+    "turn",
+)
 
 
 class Column(NamedTuple):
@@ -333,6 +336,9 @@ def _derive(columns: dict[str, Column]) -> dict[str, Column]:
     out = {}
     if "sampler_logp" in columns:
         out["confidence"] = Column(np.exp(columns["sampler_logp"].value_T))
+    if {"sampler_logp", "trainer_logp"} <= columns.keys():
+        gap_T = columns["trainer_logp"].value_T - columns["sampler_logp"].value_T
+        out["sampler_gap"] = Column(gap_T)
     if "advantage" in columns:
         out["sign"] = Column(np.sign(columns["advantage"].value_T))
     return out

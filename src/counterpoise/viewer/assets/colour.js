@@ -5,7 +5,7 @@ import { element, number, visible } from "./text.js";
 export const LABELS = {
   credit: "credit", weight: "weight", advantage: "advantage of the rollout", turn_advantage: "advantage of the turn", coef: "coefficient", delta: "change (delta)",
   predicted: "predicted change", own_head: "predicted: own, head alone", own: "predicted: own part", others: "predicted: others", cancellation: "cancellation",
-  entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio",
+  entropy: "entropy", confidence: "confidence", category: "category", change: "boosted or suppressed", ratio: "importance ratio", sampler_gap: "gap: trainer minus sampler",
   sampler_logp: "log-prob, sampler", trainer_logp: "log-prob before", trainer_logp_after: "log-prob after", token_id: "token id",
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
   node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
@@ -16,7 +16,7 @@ const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
 const FAMILIES = [
   ["Credit", ["credit", "weight", "turn_advantage", "advantage", "coef"]],
   ["Change", ["delta", "change", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
-  ["Policy", ["entropy", "confidence", "ratio"]],
+  ["Policy", ["entropy", "confidence", "ratio", "sampler_gap"]],
   ["Token", ["category"]],
 ];
 

@@ -7,7 +7,7 @@ import { signOf, turnAt } from "./turns.js";
 const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
   ["Credit", ["reward", "advantage", "turn", "turn_advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
-  ["Policy", ["confidence", "entropy", "sampler_logp", "trainer_logp", "trainer_logp_after", "ratio"]],
+  ["Policy", ["confidence", "entropy", "sampler_logp", "sampler_gap", "trainer_logp", "trainer_logp_after", "ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_id", "position"]],
 ];
