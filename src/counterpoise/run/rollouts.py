@@ -109,7 +109,10 @@ def _with_lost(
     rollouts: RolloutBatch, lost: RolloutBatch, credit: Credit
 ) -> tuple[RolloutBatch, Credit]:
     """All rollouts of a batch, those whose environment failed with credit 0."""
-    num, batch = lost.batch.num_rollouts, stack_batches([rollouts.batch, lost.batch])
+    other = lost.batch
+    if rollouts.batch.trainer_logp_NT is not None:  # nobody scored what is not trained on: no gap
+        other = other.replace(trainer_logp_NT=other.sampler_logp_NT)
+    num, batch = other.num_rollouts, stack_batches([rollouts.batch, other])
     whole = rollouts._replace(
         prompt_ids=rollouts.prompt_ids + lost.prompt_ids,
         texts=rollouts.texts + lost.texts,

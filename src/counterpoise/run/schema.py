@@ -151,7 +151,7 @@ TOKEN_COLUMNS = {
     "is_clipped": "the loss was on its clipped side: coef 0 although credit is not",
     "ratio": "exp(trainer - sampler log-prob) before the update",
     "sampler_logp": "sampler log-prob",
-    "sampler_gap": "trainer - sampler log-prob before the first update of the batch, where measured",
+    "sampler_gap": "trainer - sampler log-prob before the first update, where it was measured",
     "trainer_logp": "log-prob just before the update",
     "trainer_logp_after": "log-prob just after the update, same forward",
     "delta": "change of the log-prob by the update",
