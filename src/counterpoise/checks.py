@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 # columns of ids, by the start of their names
 WHOLE = ("token_ids", "group", "topk_ids", "turn_NT", "state_NU", "segment_NT")
-FREE = ("mask_NT", "success_N", "turn_mask_NU", "extra")  # columns of any kind of number
+# columns of any kind of number
+FREE = ("mask_NT", "success_N", "has_teacher_N", "turn_mask_NU", "extra")
 MAX_REWARD = 1e15  # squares and products of larger ones leave the range of float32
 # how far above 0 rounding may lift a log-prob
 LOGP_ROUNDING = 1e-3
-FLOAT_COLUMNS = ("sampler_logp_NT", "entropy_NT", "trainer_logp_NT", "ref_logp_NT")
+LOGPS = ("sampler_logp_NT", "trainer_logp_NT", "ref_logp_NT", "teacher_logp_NT")
+FLOAT_COLUMNS = ("entropy_NT", *LOGPS)
 
 
 def pad_rows(

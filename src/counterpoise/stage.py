@@ -47,6 +47,7 @@ FACTS = {
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
     "assigns_turns": "a credit rule: one number per turn, on all of its tokens; it comes first",
     "anchors_at_trainer": "a credit rule: the loss takes ratios against the trainer's log-probs",
+    "replaces_credit": "a credit rule: it does not read the credit that it gets; it comes first",
     "is_unbiased": "an advantage or a credit rule: the mean of sum credit * grad log-prob over all"
     " groups is the gradient of the expected reward",
 }

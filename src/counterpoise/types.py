@@ -14,7 +14,8 @@ Words, never mixed
     coef       minus the derivative of a token's loss by its own log-prob
     plan       which rollouts share an update
 
-Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``.
+Log-probs say whose they are: ``sampler`` (behaviour policy), ``trainer`` (being trained), ``ref``,
+``teacher`` (who read more than the policy did).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ COLUMNS = {
     "entropy_NT": "the entropy of the sampling distribution at each response token",
     "trainer_logp_NT": "score the rollouts with the model being trained, before the first update",
     "ref_logp_NT": "score the rollouts with the frozen reference model",
+    "teacher_logp_NT": "score the rollouts with a teacher, after a prompt of its own",
+    "has_teacher_N": "mark the rollouts that have a teacher",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
@@ -107,6 +110,8 @@ class TokenBatch:
     entropy_NT: Tensor | None = None
     trainer_logp_NT: Tensor | None = None
     ref_logp_NT: Tensor | None = None
+    teacher_logp_NT: Tensor | None = None
+    has_teacher_N: Tensor | None = None
     hidden_NTD: Tensor | None = None
     topk_ids_NTK: Tensor | None = None
     topk_logp_NTK: Tensor | None = None
@@ -125,7 +130,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        for name in ("mask_NT", "success_N", "turn_mask_NU"):
+        for name in ("mask_NT", "success_N", "has_teacher_N", "turn_mask_NU"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, getattr(self, name).bool())
         _detach(self)
@@ -153,7 +158,7 @@ class TokenBatch:
         ragged = {"sampler_logp": sampler_logp}
         ragged |= {
             name: columns.pop(name)
-            for name in ("entropy", "trainer_logp", "ref_logp")
+            for name in ("entropy", "trainer_logp", "ref_logp", "teacher_logp")
             if name in columns
         }
         return cls(

@@ -136,7 +136,7 @@ def test_the_a_a_floor_and_activity(tmp_path: Path) -> None:
     assert "inactive" in verdicts["twin"]
 
 
-def test_a_method_that_samples_more_trains_alone(tmp_path: Path) -> None:
+def test_a_method_that_samples_more_or_has_a_teacher_trains_alone(tmp_path: Path) -> None:
     arms = (
         Arm("grpo", {"method": {"name": "grpo"}}),
         Arm(
@@ -148,9 +148,10 @@ def test_a_method_that_samples_more_trains_alone(tmp_path: Path) -> None:
                 }
             },
         ),
+        Arm("taught", {"method": {"name": "sdpo"}}),
     )
     results = run(tmp_path / "arena", design(arms=arms, evaluations=(0, 1)), size=8)
-    assert {run.arm for run, _ in results} == {"grpo", "filled"}
+    assert {run.arm for run, _ in results} == {"grpo", "filled", "taught"}
     assert (tmp_path / "arena" / "runs").is_dir()
     starts = {one.values["sampled"] for (run, batch), one in results.items() if batch == 0}
     assert len(starts) == 1

@@ -130,6 +130,8 @@ def _batch(seed):
         head_VD=head_VD,
         topk_ids_NTK=best.indices,
         topk_logp_NTK=best.values,
+        teacher_logp_NT=sampler_logp_NT - 0.5 * draw(*shape).abs(),
+        has_teacher_N=torch.arange(len(LENGTHS)) % 4 != 1,
     )
 
 

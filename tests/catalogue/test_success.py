@@ -16,7 +16,9 @@ from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
 
-READ_SUCCESS = [name for name in cp.methods() if cp.method(name).reads_success]
+METHODS = {name: cp.method(name) for name in cp.methods()}
+# a teacher's demonstrations go by success too, before credit is assigned
+READ_SUCCESS = [k for k, one in METHODS.items() if one.reads_success and not one.has_teacher]
 
 
 def make_batch(reward: list[float], **columns) -> cp.TokenBatch:

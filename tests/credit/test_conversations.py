@@ -26,7 +26,7 @@ METHODS |= {f"grpo with {name}": cp.method("grpo", credit=chain) for name, chain
 METHODS |= {
     f"turn_rloo with {name}": cp.method("turn_rloo", credit=["turn_baseline", *chain])
     for name, chain in CHAINS.items()
-    if not chain[0].has("assigns_turns")
+    if not chain[0].has("assigns_turns") and not chain[0].has("replaces_credit")
 }
 METHODS |= {
     "turns by sides": cp.method(

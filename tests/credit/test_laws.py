@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoise import credit as rules
+from counterpoise.checks import LOGPS
 from counterpoise.maths.reduce import LOCAL
 from counterpoise.stage import build, call
 from helpers.credit_cases import (
@@ -93,6 +94,8 @@ EVERY_RULE = [
     rules.only_improbable(max_prob=0.4, whiten=True),
     rules.whiten(),
     rules.tree_gain(),
+    rules.teacher(),
+    rules.proximal_teacher(alpha=0.3),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -110,10 +113,7 @@ def widened(batch, extra):
             [column, torch.full((column.shape[0], extra), rubbish, dtype=column.dtype)], dim=1
         )
 
-    floats = {
-        name: wide(getattr(batch, name), math.nan)
-        for name in ("sampler_logp_NT", "entropy_NT", "ref_logp_NT", "trainer_logp_NT")
-    }
+    floats = {name: wide(getattr(batch, name), math.nan) for name in ("entropy_NT", *LOGPS)}
     return batch.replace(
         token_ids_NT=wide(batch.token_ids_NT, 77), mask_NT=wide(batch.mask_NT, False), **floats
     )
@@ -278,6 +278,8 @@ def test_the_table_binds_builds_and_pickles():
         trainer_logp_NT=batch.ref_logp_NT,
         segment_NT=torch.tensor([[0, 1]] * 2),
         value_NT=torch.tensor([[0.5, 0.8], [0.5, 0.2]]).double(),
+        teacher_logp_NT=batch.sampler_logp_NT,
+        has_teacher_N=torch.tensor([True, False]),
     )
     credit_NT = spread([1.0, -1.0], batch)
     nests = {"keep_mass", "even_mass", "only_positive", "only_negative", "mix"}

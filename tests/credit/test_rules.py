@@ -88,6 +88,9 @@ TWINS = [
     (rules.only_improbable(max_prob=0.5), reference.only_improbable),
     (rules.whiten(eps=1e-8), reference.whiten),
     (rules.rare_uncertain(fraction=0.75), reference.rare_uncertain),
+    (rules.teacher(source="solution"), reference.teacher),
+    (rules.proximal_teacher(alpha=0.2), reference.proximal_teacher),
+    (rules.proximal_teacher(alpha=0.7), reference.proximal_teacher),
     (rules.ktae(fisher_weight=1.0, gain_weight=2.0, frequency_weight=0.0, top=1.5), reference.ktae),
     (rules.ktae(fisher_weight=1.0, gain_weight=1.0, frequency_weight=1.0, top=1.0), reference.ktae),
 ]

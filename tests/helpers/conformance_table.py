@@ -88,6 +88,8 @@ RULES = {
     "only_improbable": Rule({"max_prob": 0.3}),
     "whiten": Rule(keeps_sign=False),
     "tree_gain": Rule(keeps_sign=False),
+    "teacher": Rule(keeps_sign=False),
+    "proximal_teacher": Rule(keeps_sign=False),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
     "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),

@@ -31,6 +31,7 @@ def make_batch(
     top = logp_NTV.topk(K, -1)
     noise = [0.2 * torch.randn(n, width, dtype=torch.float64, generator=gen) for _ in range(2)]
     zero = torch.zeros(())
+    teacher_NT = sampler_NT + 0.5 * torch.randn(n, width, dtype=torch.float64, generator=gen)
     batch = cp.TokenBatch(
         token_ids_NT=torch.where(mask_NT, ids_NT, 0),
         mask_NT=mask_NT,
@@ -40,6 +41,8 @@ def make_batch(
         entropy_NT=torch.where(mask_NT, -(logp_NTV.exp() * logp_NTV).sum(-1), zero),
         trainer_logp_NT=torch.where(mask_NT, (sampler_NT + noise[0]).clamp(max=0), zero),
         ref_logp_NT=torch.where(mask_NT, (sampler_NT + noise[1]).clamp(max=0), zero),
+        teacher_logp_NT=torch.where(mask_NT, teacher_NT.clamp(max=0), zero),
+        has_teacher_N=torch.arange(n) % 5 > 0,
         hidden_NTD=hidden_NTD,
         topk_ids_NTK=top.indices,
         topk_logp_NTK=top.values,

@@ -15,7 +15,9 @@ class Rollouts:
     def __init__(self, batch):
         lengths = batch.mask_NT.sum(1).tolist()
         self.group, self.reward = batch.group_N.tolist(), batch.reward_N.tolist()
-        for name in ("token_ids", "sampler_logp", "entropy", "ref_logp"):
+        self.has_teacher = None if batch.has_teacher_N is None else batch.has_teacher_N.tolist()
+        logps = ("sampler_logp", "trainer_logp", "ref_logp", "teacher_logp")
+        for name in ("token_ids", "entropy", *logps):
             column = getattr(batch, f"{name}_NT")
             rows = None if column is None else [row[:n] for row, n in zip(column.tolist(), lengths)]
             setattr(self, name, rows)
@@ -181,6 +183,34 @@ def divergence_from_group(r, candidates, i, t):
     pairs.append((max(0.0, 1 - sum(own.values())), max(0.0, 1 - sum(mean.values()))))
     total = math.fsum(p * math.log(p / ((a + b) / 2)) for a, b in pairs for p in (a, b) if p > 0)
     return total / 2 if total / 2 >= 1e-12 else 0.0
+
+
+def teacher(credit, r, source):
+    return [
+        [r.teacher_logp[i][t] - r.trainer_logp[i][t] if r.has_teacher[i] else 0.0 for t in range(n)]
+        for i, n in enumerate(map(len, credit))
+    ]
+
+
+def proximal_teacher(credit, r, alpha):
+    returns = []
+    for teacher_logp, sampler_logp in zip(r.teacher_logp, r.sampler_logp):
+        reward = [
+            math.log(alpha * math.exp(a - b) + 1 - alpha)
+            for a, b in zip(teacher_logp, sampler_logp)
+        ]
+        later = [reward[t + 1 :] for t in range(len(reward))]
+        returns.append([x + (sum(xs) / len(xs) if xs else 0) for x, xs in zip(reward, later)])
+    out = [[0.0] * len(row) for row in credit]
+    for i in range(len(credit)):
+        if not r.has_teacher[i]:
+            continue
+        values = [x for j in r.siblings(i) if r.has_teacher[j] for x in returns[j]]
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1)
+        for t, x in enumerate(returns[i]):
+            out[i][t] = (x - mean) / max(math.sqrt(variance), 1e-6)
+    return out
 
 
 def entropy_filter(credit, r, limit, coef):

@@ -21,6 +21,7 @@ import torch
 import counterpoise as cp
 from counterpoise.policy import load_model, measure
 from counterpoise.run import checkpoint
+from counterpoise.run.checkpoint import TEACHER
 from counterpoise.run.environment import source_commit
 from counterpoise.run.files import write_table
 from counterpoise.run.read import read_jsonl
@@ -161,13 +162,14 @@ def forks():
     forks.server.communicate()
 
 
-def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path, forks):
-    """FADE carries a controller's state, delta would need hidden states; evaluation and files are
-    on, so that every writer can be hit.
+@pytest.mark.parametrize("method", ["fade", "sdpo"])
+def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path, forks, method):
+    """FADE carries a controller's state, SDPO a moving average of the weights; evaluation and files
+    are on, so that every writer can be hit.
     """
     more = {
         "num_batches": 5,
-        "method": {"name": "fade"},
+        "method": {"name": method},
         "eval": {"every": 2, "prompts": 4},
         "checkpoint_every": 2,
     }
@@ -200,6 +202,10 @@ def test_kill_dash_nine_at_random_moments_and_resume_bit_identically(tmp_path, f
     )
     a, b = weights(whole["run_dir"]), weights(torn["run_dir"])
     assert all(torch.equal(a[key], b[key]) for key in a)
+    averages = [checkpoint.checkpoints(Path(r["run_dir"]))[-1] / TEACHER for r in (whole, torn)]
+    assert [path.is_file() for path in averages] == [method == "sdpo"] * 2
+    if method == "sdpo":
+        assert averages[0].read_bytes() == averages[1].read_bytes()
 
 
 def test_sigterm_writes_a_checkpoint_and_leaves(tmp_path, forks):

@@ -157,10 +157,11 @@ def is_alone(arena: Arena, run: Run) -> bool:
 
 
 def shares_stack(method: Method) -> bool:
-    """Whether a stack can train it: it samples as the others do, and its ratios start from the
-    sampler, whose log-probs are all that the updates of a stack have.
+    """Whether a stack can train it: it samples as the others do, has no teacher, and its ratios
+    start from the sampler, whose log-probs are all that the updates of a stack have.
     """
-    return not method.collectors and not moves_anchor(method.rules)
+    is_alone = bool(method.collectors) or method.has_teacher
+    return not is_alone and not moves_anchor(method.rules)
 
 
 def train_stack(arena: Arena, runs: list[Run]) -> None:
@@ -295,7 +296,9 @@ def arm_cosines(
 
 
 def fits(arena: Arena, control: str, name: str, rate: float) -> bool:
-    """Whether an arm can take its control's rollouts: the same recipe, no sampling of its own."""
+    """Whether an arm can take its control's rollouts: the same recipe, no sampling of its own, no
+    teacher.
+    """
     seed = arena.design.seeds[0]
     own, other = (config_of(arena.design, Run(arm, rate, seed)) for arm in (name, control))
     return shape_of(own) == shape_of(other) and shares_stack(arena.methods[name])

@@ -76,9 +76,16 @@ def weight(credit_NT: Tensor, advantage_NT: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def check_order(rules: Sequence[Stage]) -> None:
-    """A rule that gives one number per turn comes before those that tell tokens of a turn apart."""
+    """A rule that gives one number per turn comes before those that tell tokens of a turn apart,
+    one that reads no credit before all others.
+    """
     names: list[str] = []
-    for rule in rules:
+    for k, rule in enumerate(rules):
+        if rule.has("replaces_credit") and k:
+            raise ValueError(
+                f"credit: {rule.name} reads no credit, so that what {rules[k - 1].name} gives would"
+                f" be lost. Put {rule.name} first, or both into mix."
+            )
         if rule.has("assigns_turns") and names:
             raise ValueError(
                 f"credit: {rule.name} gives one number per turn and comes first, got it after"

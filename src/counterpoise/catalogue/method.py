@@ -139,6 +139,11 @@ class Method:
         return self.controller is None and all(r.has("reads_rewards_only") for r in self.rules)
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether some rule reads what a teacher, who read more, makes of the rollouts."""
+        return "teacher_logp_NT" in self.needs
+
+    @property
     def collectors(self) -> list[Stage]:
         """The stages that sample more before credit is assigned, in order: the plan, which decides
         how many rollouts there are, before the rules, which work on them.

@@ -242,6 +242,35 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "arXiv 2509.18314",
         {"advantage": {"name": "group_zscore", "eps": 1e-6}, "credit": ["tree_gain"]},
     ),
+    "sdpo": (
+        "The policy, having read a right answer or the grader's feedback, teaches itself.",
+        "arXiv 2601.20802",
+        {
+            "credit": ["teacher"],
+            "loss": {"name": "detached_ratio", "clip_high": 1.0},
+            "reduction": {"name": "per_token", "count": "credited"},
+        },
+    ),
+    "opsd": (
+        "The first policy, having read the reference solution, teaches the policy; no reward.",
+        "arXiv 2601.18734",
+        {
+            "advantage": {"name": "constant", "value": 1.0},
+            "credit": [{"name": "teacher", "source": "solution", "model": "initial"}],
+            "loss": "reinforce",
+            "reduction": {"name": "per_token", "count": "credited"},
+        },
+    ),
+    "top_d": (
+        "A teacher mixed with the policy; a token is paid for itself and for what follows.",
+        "arXiv 2607.04751",
+        {
+            "advantage": {"name": "constant", "value": 1.0},
+            "credit": ["proximal_teacher"],
+            "loss": CLIP,
+            "reduction": {"name": "per_token", "count": "credited"},
+        },
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

@@ -120,6 +120,8 @@ def _example(chosen: Method) -> TokenBatch:
         "entropy_NT": torch.rand(2, 3, generator=gen) + 0.1,
         "trainer_logp_NT": torch.full((2, 3), -0.7),
         "ref_logp_NT": torch.full((2, 3), -0.8),
+        "teacher_logp_NT": torch.full((2, 3), -0.6),
+        "has_teacher_N": torch.tensor([True, False]),
         "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
         "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
         "topk_logp_NTK": torch.full((2, 3, 3), -1.2),

@@ -28,6 +28,7 @@ from counterpoise.credit.probability import covariance, kl_penalty, probability_
 from counterpoise.credit.scores import information_gain, turn_credit
 from counterpoise.credit.states import state_groups
 from counterpoise.credit.surprisal import rare_uncertain, surprisal_boost
+from counterpoise.credit.teacher import proximal_teacher, teacher
 from counterpoise.credit.tree_gain import tree_gain
 from counterpoise.credit.turns import mt_grpo, turn_baseline, turn_index_baseline
 from counterpoise.credit.uniform import uniform
@@ -68,6 +69,8 @@ RULES: dict[str, Stage] = {
     "only_improbable": only_improbable,
     "whiten": whiten,
     "tree_gain": tree_gain,
+    "teacher": teacher,
+    "proximal_teacher": proximal_teacher,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -104,12 +107,14 @@ __all__ = [
     "only_positive",
     "prefix_value",
     "probability_scaled",
+    "proximal_teacher",
     "rare_uncertain",
     "shared_prefix",
     "soften_negatives",
     "spurious",
     "state_groups",
     "surprisal_boost",
+    "teacher",
     "top_entropy",
     "tree_gain",
     "turn_baseline",

@@ -130,21 +130,30 @@ def load_model(
         spec: what ``locate`` knows.
         dtype: of the weights.
     """
-    source = locate(spec)
-    with quiet():
-        try:
-            place = (
-                source.place
-                if source.gguf_file is None
-                else convert_gguf(source.place, source.gguf_file)
-            )
-            tokenizer = AutoTokenizer.from_pretrained(place, **NO_CODE)
-            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **NO_CODE)
-        except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise ValueError(f"model {spec!r} could not be loaded: {_reason(error)}") from error
+    with _loading(spec) as place:
+        tokenizer = AutoTokenizer.from_pretrained(place, **NO_CODE)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **NO_CODE)
     stop_ids = stop_tokens(getattr(model, "generation_config", None), tokenizer, spec)
     _set_pad(model, tokenizer)
     return Policy(model.to(device), tokenizer, stop_ids, spec)
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model without its weights."""
+    with _loading(spec) as place:
+        return AutoTokenizer.from_pretrained(place, **NO_CODE)
+
+
+@contextmanager
+def _loading(spec: str) -> Iterator[str]:
+    """Where a model can be loaded from; what goes wrong there is one line that names it."""
+    source = locate(spec)
+    with quiet():
+        try:
+            file = source.gguf_file
+            yield source.place if file is None else convert_gguf(source.place, file)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise ValueError(f"model {spec!r} could not be loaded: {_reason(error)}") from error
 
 
 def convert_gguf(place: str, gguf_file: str) -> str:

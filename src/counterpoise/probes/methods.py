@@ -15,11 +15,13 @@ from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
+from counterpoise.trainer.loop import load_policy
+from counterpoise.trainer.teacher import Teacher, check_sources, load_teacher, measure_teacher
 from counterpoise.types import Credit, TokenBatch, cut_width
 
 ALL = "all"  # every preset that any batch will do for, those of plug-ins too
 # what neither the model nor a batch of rollouts alone can give
-APART = frozenset({"turn_score_NU", "value_NT"})
+APART = frozenset({"turn_score_NU", "value_NT", "teacher_logp_NT"})
 
 
 class Assigned(NamedTuple):
@@ -48,7 +50,7 @@ def methods_of(text: str) -> dict[str, Method]:
 
 
 def every_preset() -> list[str]:
-    """The presets that every batch has the columns for, or a model can measure them."""
+    """The presets that every batch has the columns for, or the policy can measure them."""
     known = known_methods().items()
     return [name for name, info in known if not APART & set(info["needs"])]
 
@@ -87,6 +89,8 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
         samples_more = bool(method.collectors) and not is_own
         rollouts = sample_more(scene, method) if samples_more else collected
         rollouts = measure_columns(scene.policy, method, scene.config, rollouts, reference)
+        teacher = scene.teacher if is_own else first_teacher(scene, method)
+        rollouts, _ = measure_teacher(teacher, scene.policy, method, scene.config, rollouts)
         credit = method.assign(
             rollouts.batch,
             scene.state.method if is_own else None,
@@ -99,6 +103,14 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
             Assigned(method, rollouts.batch, credit), scene.collected.batch.mask_NT.shape
         )
     return out
+
+
+def first_teacher(scene: Scene, method: Method) -> Teacher | None:
+    """The teacher that another method would start with, None without one."""
+    if not method.has_teacher:
+        return None
+    check_sources(method, scene.task, scene.config)
+    return load_teacher(method, scene.policy, initial=load_policy(scene.config, method)[0])
 
 
 def sample_more(scene: Scene, method: Method) -> RolloutBatch:

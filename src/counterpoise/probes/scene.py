@@ -27,6 +27,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.loop import load_policy, set_rate
+from counterpoise.trainer.teacher import Teacher, load_teacher, measure_teacher, saved_weights
 from counterpoise.trainer.update import adamw
 from counterpoise.types import Credit, Plan, Rows
 
@@ -42,6 +43,7 @@ class Scene(NamedTuple):
     method: Method
     policy: Policy
     reference: Any
+    teacher: Teacher | None
     optimizer: torch.optim.Optimizer
     state: LoopState
     task: Any
@@ -91,14 +93,16 @@ def open_scene(run_dir: Path, batch_number: int, *, trust: bool = False) -> Scen
     path, config = checkpoint_of(run_dir, batch_number), read_config(run_dir, trust=trust)
     method = make_method(**config.method)
     policy, reference = load_policy(config, method)
+    teacher = load_teacher(method, policy)
     optimizer = adamw(policy.model, config.optimizer)
-    state = checkpoint.restore(path, policy.model, optimizer)
+    state = checkpoint.restore(path, policy.model, optimizer, saved_weights(teacher))
     set_rate(optimizer, config, state.num_updates)
     task = make_task(**config.task)
     collected = with_prompts(
         saved_batch(run_dir, batch_number, config, policy), task, config, state
     )
     collected = measure_columns(policy, method, config, collected, reference)
+    collected, _ = measure_teacher(teacher, policy, method, config, collected)
     credit = method.assign(
         collected.batch, state.method, seed=config.seed, batch_number=batch_number
     )
@@ -115,6 +119,7 @@ def open_scene(run_dir: Path, batch_number: int, *, trust: bool = False) -> Scen
         method,
         policy,
         reference,
+        teacher,
         optimizer,
         state,
         task,

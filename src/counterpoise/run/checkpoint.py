@@ -6,6 +6,7 @@ under another name, synced, renamed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from counterpoise.text import visible
 if TYPE_CHECKING:
     from counterpoise.policy import Policy
 
+TEACHER = "teacher.safetensors"
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 COUNTS = ("batch_number", "num_prompts", "num_updates", "num_tokens", "num_grader_failures")
 
@@ -48,9 +50,11 @@ def save(
     *,
     keep: int,
     keep_every: int,
+    teacher: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write ``checkpoints/batch_K`` and drop older ones beyond ``keep`` (those at multiples of
-    ``keep_every`` stay).
+    ``keep_every`` stay). ``teacher`` are weights of the run that are neither the policy's nor
+    those of any other folder.
     """
     path = batch_file(run_dir, "checkpoints", state.batch_number, "")
     check_finite(path, policy.model)
@@ -62,6 +66,8 @@ def save(
             optimizer_tensors(optimizer) | {"torch_rng": torch.get_rng_state()},
             folder / "optimizer.safetensors",
         )
+        if teacher:
+            save_file({k: v.contiguous() for k, v in teacher.items()}, folder / TEACHER)
         write_json(folder / "state.json", {"schema_version": SCHEMA_VERSION, **state._asdict()})
 
     try:
@@ -87,14 +93,22 @@ def check_finite(path: Path, model: torch.nn.Module) -> None:
             )
 
 
-def restore(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Load weights, optimizer and RNG in place; returns the loop's state."""
+def restore(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    teacher: Mapping[str, Tensor] | None = None,
+) -> LoopState:
+    """Load weights, optimizer, RNG and the teacher's weights in place; returns the loop's state."""
     state = read_state(path / "state.json")
     try:
         load_weights(path, model)
         tensors = load_file(path / "optimizer.safetensors")
         torch.set_rng_state(tensors.pop("torch_rng"))
         load_optimizer(optimizer, tensors)
+        saved = load_file(path / TEACHER) if teacher else {}
+        for name, weight in (teacher or {}).items():
+            weight.copy_(saved[name])
     except (OSError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         raise ConfigError(
             f"{path}: the checkpoint cannot be read ({_one_line(error)}). Remove it to go on from"

@@ -129,11 +129,13 @@ class Jsonl:
             )
         fields = [self.question] if isinstance(self.question, str) else self.question
         question = " ".join(_field(row, name, "question", where).strip() for name in fields)
-        answer = self._final(_field(row, self.answer, "answer", where), where)
+        solution = _field(row, self.answer, "answer", where)
+        answer = self._final(solution, where)
         return Prompt(
             hashlib.sha256(question.encode()).hexdigest()[:16],
             self.instruction.replace("{question}", question),
             answer,
+            {"solution": solution.strip()},
         )
 
     def _final(self, answer: str, where: str) -> str:

@@ -26,6 +26,7 @@ from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
 from counterpoise.types import Prompt, TokenBatch
 
+TAUGHT = {"teacher_logp_NT", "has_teacher_N"}  # ``trainer.teacher`` measures them
 SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
 VALUE = "value_NT"  # what completions measure
 
@@ -139,7 +140,8 @@ def measure_columns(
     not give them.
     """
     batch = collected.batch
-    missing = {name for name in method.needs | also if getattr(batch, name, None) is None}
+    needs = (method.needs - TAUGHT) | also
+    missing = {name for name in needs if getattr(batch, name, None) is None}
     check_scores(method, SCORE not in missing)
     if VALUE in missing:
         raise ConfigError(

@@ -19,10 +19,9 @@ from counterpoise.ledger.recorder import Recording, columns_at, observe
 from counterpoise.maths.intervals import Interval
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.policy import Policy, add_lora, load_model
-from counterpoise.policy.load import quiet
 from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import RolloutBatch
-from counterpoise.run import checkpoint, own, write
+from counterpoise.run import own, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.read import read_jsonl
 from counterpoise.tasks import Task
@@ -42,7 +41,14 @@ from counterpoise.trainer.evaluate import eval_metrics, evaluate
 from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics, sampling_metrics
 from counterpoise.trainer.progress import Clock, Progress
-from counterpoise.trainer.resume import Changes, changed_settings, continue_run, with_sampler
+from counterpoise.trainer.resume import Changes, changed_settings, continue_run, save, with_sampler
+from counterpoise.trainer.teacher import (
+    check_sources,
+    follow,
+    load_teacher,
+    measure_teacher,
+    saved_weights,
+)
 from counterpoise.trainer.trackers import check_trackers, open_trackers
 from counterpoise.trainer.update import (
     Update,
@@ -102,6 +108,7 @@ def train(
     check_one_turn(task, method)
     check_forks(config, is_environment(task))
     check_grader(task, config)
+    check_sources(method, task, config)
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
@@ -125,10 +132,11 @@ def train_policy(
     run_dir = Path(config.run_dir)
     num_batches = config.num_batches if until is None else min(until, config.num_batches)
     policy, reference = load_policy(config, method)
+    teacher = load_teacher(method, policy)
     check_prompts(policy, task, config)
     optimizer = adamw(policy.model, config.optimizer)
     state = (
-        continue_run(run_dir, config, policy, optimizer, changes)
+        continue_run(run_dir, config, policy, optimizer, changes, saved_weights(teacher))
         if resume
         else start_run(run_dir, config, method, policy)
     )
@@ -138,7 +146,8 @@ def train_policy(
     with stop_requests(progress.note) as stop, progress.open(config, state.batch_number):
         if not resume:
             evaluate_policy(run_dir, 0, policy, task, config, progress)
-            save(run_dir, policy, optimizer, state, config, always=bool(config.keep_every))
+            is_kept = bool(config.keep_every)
+            save(run_dir, policy, optimizer, state, config, teacher, always=is_kept)
         while state.batch_number < num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
 
@@ -157,6 +166,9 @@ def train_policy(
             also = columns_at(config.ledger.every, batch_number)
             collected = measure_columns(policy, method, config, collected, reference, also=also)
             clock.mark("measure_s")
+            collected, taught = measure_teacher(teacher, policy, method, config, collected)
+            if teacher:
+                clock.mark("teacher_s")
 
             with said_by_us():
                 credit = method.assign(
@@ -183,6 +195,7 @@ def train_policy(
                     update = apply_update(policy.model, optimizer, method, rows, collected, config)
                     ledger.after(update.rows, update.loss, update.clip_factor, update.grad_norm)
                     updates.append(update)
+            follow(teacher, policy)
             clock.mark("update_s")
 
             state = advance(
@@ -195,6 +208,7 @@ def train_policy(
                 **batch_metrics(collected, credit, plan, updates, config.success),
                 "reward/flat_batches": num_flat,
                 **sampling_metrics(method, sampler, collected.batch, plan),
+                **taught,
                 **ledger.metrics,
             }
             warnings = batch_warnings(collected, credit, metrics, config.success)
@@ -221,6 +235,7 @@ def train_policy(
                 optimizer,
                 state,
                 config,
+                teacher,
                 always=is_due or bool(stop) or state.batch_number == num_batches,
             )
             for tracker in trackers:
@@ -372,24 +387,6 @@ def write_batch(
     if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0:
         write.write_rollouts(run_dir, batch_number, collected, credit)
     write.write_plan(run_dir, batch_number, manifest)
-    tokens_per_s = metrics["rollouts/num_tokens"] / max(clock.seconds["sample_s"] - more_s, 1e-9)
-    timing = {**clock.seconds, "sample_tokens_per_s": tokens_per_s}
-    timing |= {"sample_more_s": more_s} if more_s else {}
+    timing = clock.row(metrics["rollouts/num_tokens"], more_s)
     write.append_row(run_dir, "timing", batch_number, timing)
     write.append_row(run_dir, "metrics", batch_number, metrics)
-
-
-def save(
-    run_dir: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    state: LoopState,
-    config: Config,
-    *,
-    always: bool,
-) -> None:
-    is_kept = bool(config.keep_every) and state.batch_number % config.keep_every == 0
-    if always or is_kept:
-        keep, keep_every = config.keep_checkpoints, config.keep_every
-        with quiet():
-            checkpoint.save(run_dir, policy, optimizer, state, keep=keep, keep_every=keep_every)

@@ -11,12 +11,14 @@ import torch
 
 from counterpoise.errors import ConfigError
 from counterpoise.policy import Policy
+from counterpoise.policy.load import quiet
 from counterpoise.run import checkpoint, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
 from counterpoise.run.read import checkpoints
 from counterpoise.sampling import sampler_of
 from counterpoise.trainer.config import Config, load_config
+from counterpoise.trainer.teacher import Teacher, saved_weights
 
 log = logging.getLogger("counterpoise.trainer")
 Changes = dict[str, tuple[Any, Any]]  # key -> (what the run has, what was asked for)
@@ -57,13 +59,37 @@ def continue_run(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     changes: Changes,
+    teacher: Mapping[str, torch.Tensor],
 ) -> LoopState:
     """The state of the last checkpoint, everything after it forgotten, changes written down."""
-    state = checkpoint.restore(checkpoints(run_dir)[-1], policy.model, optimizer)
+    state = checkpoint.restore(checkpoints(run_dir)[-1], policy.model, optimizer, teacher)
     write.rewind(run_dir, state.batch_number)
     if changes:
         write.write_changes(run_dir, state.batch_number, changes, config.model_dump(mode="json"))
     return state
+
+
+def save(
+    run_dir: Path,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    state: LoopState,
+    config: Config,
+    teacher: Teacher | None,
+    *,
+    always: bool,
+) -> None:
+    """A checkpoint where one is due: ``always``, or at a multiple of ``keep_every``."""
+    is_kept = bool(config.keep_every) and state.batch_number % config.keep_every == 0
+    if always or is_kept:
+        keep, keep_every = config.keep_checkpoints, config.keep_every
+        with quiet():
+            checkpoint.save(
+                *(run_dir, policy, optimizer, state),
+                keep=keep,
+                keep_every=keep_every,
+                teacher=saved_weights(teacher),
+            )
 
 
 def with_sampler(state: LoopState, policy: Policy) -> LoopState:

@@ -21,14 +21,14 @@ FLAT_BATCHES = 3  # so many batches in a row with nothing to learn are worth a l
 
 def flat_batches(before: int, method: Method, collected: RolloutBatch, credit: Credit) -> int:
     """Batches in a row, up to this one, whose rewards are all equal or whose advantages are all 0;
-    where a rule tells turns apart, those of all turns. A method without rewards learns from any,
-    and none learns where no token has credit.
+    where a rule tells turns apart, those of all turns. A method without rewards, or with a teacher,
+    learns from any, and none learns where no token has credit.
 
     ``before`` is the number of the batch before.
     """
     reward_N = collected.batch.reward_N
     is_flat = bool((reward_N == reward_N[0]).all() or (credit.advantage_N == 0).all())
-    if method.advantage.has("ignores_rewards"):
+    if method.advantage.has("ignores_rewards") or method.has_teacher:
         is_flat = False
     elif credit.advantage_NU is not None:
         is_flat = not bool(credit.advantage_NU.any())

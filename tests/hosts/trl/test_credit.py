@@ -115,7 +115,19 @@ def test_presets_that_sample_more_are_refused(name, tmp_path):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-@pytest.mark.parametrize("name", sorted(set(cp.methods()) - {*SCORED, *SAMPLED_MORE}))
+TAUGHT = ["opsd", "sdpo", "top_d"]
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_presets_with_a_teacher_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=f"the method '{name}' has a teacher, who scores each"):
+        trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+
+
+LEFT_OUT = {*SCORED, *SAMPLED_MORE, *TAUGHT}
+
+
+@pytest.mark.parametrize("name", sorted(set(cp.methods()) - LEFT_OUT))
 def test_every_preset_trains_on_its_credit(name, tmp_path, batches):
     """For each preset: the rows of the first micro-batch carry the core's credit, and an update
     follows.

@@ -276,7 +276,7 @@ def test_every_method_either_trains_or_says_why():
         except ValueError:
             refused.add(name)
     whole_update = {"dfpo_min", "dfpo_orth", "tpo", "clip_cov"}
-    denominator = {"ibpo", "crf_ntf", "ict", "spo_chain"}
+    denominator = {"ibpo", "crf_ntf", "ict", "spo_chain", "sdpo", "opsd", "top_d"}
     assert refused == whole_update | denominator | {"vine_ppo"}
 
 

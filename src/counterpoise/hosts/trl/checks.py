@@ -122,6 +122,12 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
             "the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set"
             " beta."
         )
+    if setup.method.has_teacher:
+        raise ValueError(
+            f"the method {setup.method.name!r} has a teacher, who scores each rollout after another"
+            " prompt, and TRL scores rollouts after their own prompts alone. Train with"
+            " counterpoise train."
+        )
     if "turn_score_NU" in needs and not tells_turns(trainer):
         raise ValueError(
             f"the method {setup.method.name!r} reads turn_score_NU, a score of the state after each"

@@ -164,6 +164,12 @@ def trainer_trouble(setup: Setup) -> str | None:
             " with scores, or +algorithm.counterpoise.turns={} where your own agent loop puts"
             " turn_rewards and turn_scores into extra_fields."
         )
+    if setup.method.has_teacher:
+        return (
+            f"{PREFIX}{setup.method.name}: it has a teacher, who scores each rollout after another"
+            " prompt, and verl's workers score rollouts after their own prompts alone. Train"
+            " with counterpoise train."
+        )
     methods = [cp.method(name) for name in cp.methods()]
     others = [method.name for method in methods if method.rules and method.needs <= COLUMNS]
     return (

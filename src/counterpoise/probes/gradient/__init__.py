@@ -186,6 +186,12 @@ def fresh_batch(
 
 def forward_of(scene: Scene, methods: Mapping[str, Method]) -> Forward:
     """How the run reads a batch, with its reference where a method needs one."""
+    taught = [label for label, method in methods.items() if method.has_teacher]
+    if taught:
+        raise ValueError(
+            f"gradient: {taught[0]} has a teacher, and this probe samples batches that no teacher"
+            " has read. Take methods without one."
+        )
     reference, model = scene.reference, scene.policy.model
     if reference is None and any("ref_logp_NT" in method.needs for method in methods.values()):
         reference = load_model(scene.config.model, dtype=torch.float32, device=model.device).model
