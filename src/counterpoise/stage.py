@@ -44,6 +44,8 @@ FACTS = {
     "drops_rollouts": "a plan: it may take some rollouts of a prompt and leave out others",
     "shuffles_rows": "a plan: rows in random order, cut into equal updates, as most trainers do",
     "prepares_by_prompt": "a loss: what it prepares of an update it takes prompt by prompt",
+    "values_rollouts": "a loss: fits a number per rollout to its advantage, without credit, as a"
+    " mean over rollouts whatever the reduction",
     "samples_more": "its ``collect`` samples more; declared where that depends on parameters",
     "assigns_turns": "a credit rule: one number per turn, on all of its tokens; it comes first",
     "anchors_at_trainer": "a credit rule: the loss takes ratios against the trainer's log-probs",

@@ -48,6 +48,7 @@ COLUMNS = {
     "ref_logp_NT": "score the rollouts with the frozen reference model",
     "teacher_logp_NT": "score the rollouts with a teacher, after a prompt of its own",
     "has_teacher_N": "mark the rollouts that have a teacher",
+    "ref_kl_NT": "KL(trainer || reference) over the vocabulary at each response token",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
@@ -112,6 +113,7 @@ class TokenBatch:
     ref_logp_NT: Tensor | None = None
     teacher_logp_NT: Tensor | None = None
     has_teacher_N: Tensor | None = None
+    ref_kl_NT: Tensor | None = None
     hidden_NTD: Tensor | None = None
     topk_ids_NTK: Tensor | None = None
     topk_logp_NTK: Tensor | None = None
@@ -158,7 +160,7 @@ class TokenBatch:
         ragged = {"sampler_logp": sampler_logp}
         ragged |= {
             name: columns.pop(name)
-            for name in ("entropy", "trainer_logp", "ref_logp", "teacher_logp")
+            for name in ("entropy", "trainer_logp", "ref_logp", "ref_kl", "teacher_logp")
             if name in columns
         }
         return cls(
@@ -295,7 +297,8 @@ class Rows(NamedTuple):
     """The columns a loss reads, for the rollouts of one update or of any cut of it.
 
     ``scale_NT`` and ``update_NT`` are computed for the whole update before it is cut, so that no
-    cut changes a gradient. ``advantage_NT`` is that of a token's turn, where a rule has turns."""
+    cut changes a gradient. ``advantage_NT`` is that of a token's turn, where a rule has turns.
+    ``rollout_scale_N`` is 1 / (rollouts of the update), where a loss is a mean over rollouts."""
 
     row_R: Tensor
     mask_NT: Tensor
@@ -309,6 +312,8 @@ class Rows(NamedTuple):
     update_NT: Tensor | None = None
     advantage_NT: Tensor | None = None
     anchor_logp_NT: Tensor | None = None  # where ratios start, if not from the sampler's
+    ref_kl_NT: Tensor | None = None
+    rollout_scale_N: Tensor | None = None
 
     @property
     def sign_NT(self) -> Tensor:

@@ -68,6 +68,8 @@ def rows_of(batch: cp.TokenBatch, credit_NT: torch.Tensor | None = None) -> cp.R
         sampler_logp_NT=batch.sampler_logp_NT,
         scale_NT=batch.mask_NT / batch.mask_NT.sum(),
         ref_logp_NT=batch.ref_logp_NT,
+        ref_kl_NT=batch.ref_kl_NT,
+        rollout_scale_N=torch.full_like(batch.reward_N, 1 / batch.num_rollouts),
     )
 
 

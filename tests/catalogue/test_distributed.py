@@ -125,6 +125,7 @@ def _batch(seed):
         sampler_logp_NT=sampler_logp_NT,
         trainer_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
         ref_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
+        ref_kl_NT=draw(*shape).square(),
         entropy_NT=entropy_NT,
         hidden_NTD=hidden_NTD,
         head_VD=head_VD,

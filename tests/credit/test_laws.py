@@ -276,6 +276,7 @@ def test_the_table_binds_builds_and_pickles():
     batch = batch.replace(
         turn_score_NU=torch.ones(2, 1),
         trainer_logp_NT=batch.ref_logp_NT,
+        ref_kl_NT=-batch.ref_logp_NT,
         segment_NT=torch.tensor([[0, 1]] * 2),
         value_NT=torch.tensor([[0.5, 0.8], [0.5, 0.2]]).double(),
         teacher_logp_NT=batch.sampler_logp_NT,

@@ -87,6 +87,7 @@ TWINS = [
     (rules.rare_uncertain(fraction=0.2), reference.rare_uncertain),
     (rules.only_improbable(max_prob=0.5), reference.only_improbable),
     (rules.whiten(eps=1e-8), reference.whiten),
+    (rules.whiten(eps=1e-4, size=0.5), reference.whiten),
     (rules.rare_uncertain(fraction=0.75), reference.rare_uncertain),
     (rules.teacher(source="solution"), reference.teacher),
     (rules.proximal_teacher(alpha=0.2), reference.proximal_teacher),

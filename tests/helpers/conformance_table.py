@@ -90,6 +90,7 @@ RULES = {
     "tree_gain": Rule(keeps_sign=False),
     "teacher": Rule(keeps_sign=False),
     "proximal_teacher": Rule(keeps_sign=False),
+    "implied_advantage": Rule({"beta": 0.1}, keeps_sign=False),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
     "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),
@@ -113,6 +114,7 @@ LOSSES = {
     "clip_cov": Loss(is_random=True),
     "kl_cov": Loss(is_random=True),
     "kl": Loss({"coef": 0.1}),
+    "implied_value": Loss({"beta": 0.1}),
 }
 
 REDUCTIONS = {

@@ -30,6 +30,8 @@ def rows_of(batch, credit_NT=None, advantage_N=None) -> Rows:
         sampler_logp_NT=batch.sampler_logp_NT,
         scale_NT=constant_length(batch.mask_NT, credit_NT, advantage_N, length=5),
         ref_logp_NT=batch.ref_logp_NT,
+        ref_kl_NT=(batch.sampler_logp_NT - batch.ref_logp_NT).square(),
+        rollout_scale_N=torch.full_like(advantage_N, 1 / batch.num_rollouts),
     )
 
 
@@ -67,6 +69,8 @@ def random_rows(
         sampler_NT,
         scale_NT,
         ref_NT,
+        ref_kl_NT=(sampler_NT - ref_NT).square(),
+        rollout_scale_N=torch.full_like(advantage_N, 1 / n),
     )
     return sampler_NT + spread * normal(n, width), rows
 

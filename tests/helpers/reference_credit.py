@@ -17,7 +17,7 @@ class Rollouts:
         self.group, self.reward = batch.group_N.tolist(), batch.reward_N.tolist()
         self.has_teacher = None if batch.has_teacher_N is None else batch.has_teacher_N.tolist()
         logps = ("sampler_logp", "trainer_logp", "ref_logp", "teacher_logp")
-        for name in ("token_ids", "entropy", *logps):
+        for name in ("token_ids", "entropy", "ref_kl", *logps):
             column = getattr(batch, f"{name}_NT")
             rows = None if column is None else [row[:n] for row, n in zip(column.tolist(), lengths)]
             setattr(self, name, rows)
@@ -145,7 +145,7 @@ def tree_gain(credit, r, std, eps):
     return out
 
 
-def whiten(credit, r, eps, counts=None):
+def whiten(credit, r, eps, counts=None, size=1.0):
     """``counts[i][t]``: whether a token is counted; all by default."""
     places = [(i, t) for i, t in r.places() if counts is None or counts[i][t]]
     mean = math.fsum(credit[i][t] for i, t in places) / max(len(places), 1)
@@ -153,7 +153,16 @@ def whiten(credit, r, eps, counts=None):
     std = math.sqrt(math.fsum(squares) / max(len(places), 1) + eps)
     out = [[0.0] * len(row) for row in credit]
     for i, t in places:
-        out[i][t] = (credit[i][t] - mean) / std
+        out[i][t] = size * (credit[i][t] - mean) / std
+    return out
+
+
+def implied_advantage(credit, r, beta, decay):
+    out = [[0.0] * len(row) for row in credit]
+    for i, t in r.places():
+        for s in range(t, len(credit[i])):
+            term = beta * (r.trainer_logp[i][s] - r.ref_logp[i][s] - r.ref_kl[i][s])
+            out[i][t] += decay ** (s - t) * term
     return out
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+
 
 class Case(NamedTuple):
     trainer: list[list[float]]
@@ -19,6 +21,9 @@ class Case(NamedTuple):
     advantage: list[float]
     reward: list[float]
     group: list[int]
+    ref_kl: list[list[float]]
+    scale: list[list[float]]
+    rollout_scale: list[float]
 
 
 def case_of(trainer_logp_NT, rows) -> Case:
@@ -37,6 +42,9 @@ def case_of(trainer_logp_NT, rows) -> Case:
         rows.advantage_N.tolist(),
         rows.reward_N.tolist(),
         rows.group_N.tolist(),
+        ragged(torch.zeros_like(ref_NT) if rows.ref_kl_NT is None else rows.ref_kl_NT),
+        ragged(rows.scale_NT),
+        [1.0] * len(lengths) if rows.rollout_scale_N is None else rows.rollout_scale_N.tolist(),
     )
 
 
@@ -289,3 +297,18 @@ def kl(case, estimator="k3", coef=0.04):
         return coef * value, -coef * slope, math.exp(x), False
 
     return per_token(case, one)
+
+
+def implied_value(case, beta=5e-4):
+    out = []
+    for i, row in enumerate(case.trainer):
+        value = 0.0
+        for logp, ref, exact in zip(row, case.ref[i], case.ref_kl[i]):
+            value += beta * (logp - ref - exact)
+        error, tokens = value - case.advantage[i], []
+        for t, logp in enumerate(row):
+            undo = case.rollout_scale[i] / case.scale[i][t] if case.scale[i][t] else 0.0
+            loss, coef = undo * error**2 / 2 / len(row), -undo * beta * error
+            tokens.append((loss, coef, math.exp(logp - case.sampler[i][t]), False))
+        out.append(tokens)
+    return out

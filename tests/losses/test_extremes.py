@@ -33,6 +33,7 @@ def far_batch(gap: float, seed: int, dtype: torch.dtype = torch.float32) -> tupl
         "sampler_logp_NT": sampler_NT.to(dtype),
         "trainer_logp_NT": trainer_NT.to(dtype),
         "ref_logp_NT": sampler_NT.to(dtype),
+        "ref_kl_NT": batch.ref_kl_NT.to(dtype),
     }
     return batch.replace(**floats, **columns), trainer_NT.to(dtype)
 

@@ -72,6 +72,7 @@ VARIANTS = {
     ],
     "kl_cov": [{}, {"fraction": 0.3, "coef": 0.5}],
     "kl": [{}, {"estimator": "k1"}, {"estimator": "k2", "coef": 1.0}],
+    "implied_value": [{}, {"beta": 0.5}],
 }
 ALL = [(name, params) for name in LOSSES for params in VARIANTS[name]]
 EVERY = pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_padding_holds_anything_and_changes_nothing(name, params):
         field: torch.nn.functional.pad(getattr(rows, field), (0, 2))
         for field in ("mask_NT", "credit_NT", "scale_NT")
     }
-    for field in ("sampler_logp_NT", "ref_logp_NT"):
+    for field in ("sampler_logp_NT", "ref_logp_NT", "ref_kl_NT"):
         wide[field] = torch.nn.functional.pad(getattr(rows, field), (0, 2), value=-INF).masked_fill(
             ~wide["mask_NT"], math.nan
         )
@@ -313,7 +314,7 @@ def test_clip_cov_draws_from_the_band_and_by_seed_alone():
 
 def test_needs_and_missing_reference():
     assert kl().needs == {"ref_logp_NT"}
-    assert all(not LOSSES[name]().needs for name in LOSSES if name != "kl")
+    assert all(not LOSSES[name]().needs for name in LOSSES if name not in ("kl", "implied_value"))
     logp_NT, rows = random_rows()
     with pytest.raises(ValueError, match="kl: the rows have no ref_logp_NT"):
         kl(logp_NT, rows._replace(ref_logp_NT=None))
@@ -348,6 +349,7 @@ BAD = [
     ("kl_cov", {"fraction": 0}, "kl_cov: fraction must be a number > 0"),
     ("kl_cov", {"coef": -1}, "kl_cov: coef must be a number >= 0"),
     ("kl", {"coef": True}, "kl: coef must be a number >= 0, got True"),
+    ("implied_value", {"beta": 0}, "implied_value: beta must be a number > 0, got 0"),
     ("kl", {"estimator": "k4"}, "kl: estimator must be one of k1, k2, k3, got 'k4'"),
 ]
 

@@ -4,6 +4,8 @@ derivatives.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +70,17 @@ def naive(model, temperature):
     return logp_NT, entropy_NT
 
 
+def naive_kl(model, ref, temperature):
+    """KL(model || ref) token by token and entry by entry of the vocabulary."""
+    kl_NT = torch.zeros(4, 5, dtype=torch.float64)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        pair = zip(row_logits(model, prompt, response), row_logits(ref, prompt, response))
+        for t, both in enumerate(pair):
+            p, q = (torch.softmax(logits_V / temperature, -1).tolist() for logits_V in both)
+            kl_NT[row, t] = sum(a * math.log(a / b) for a, b in zip(p, q))
+    return kl_NT
+
+
 def grads(model, loss):
     model.zero_grad()
     loss.backward()
@@ -87,6 +100,8 @@ def test_every_column_equals_a_plain_loop_on_full_logits(name):
     torch.testing.assert_close(out["trainer_logp_NT"], logp_NT, **CLOSE)
     torch.testing.assert_close(out["entropy_NT"], entropy_NT, **CLOSE)
     torch.testing.assert_close(out["ref_logp_NT"], naive(ref, 0.7)[0], **CLOSE)
+    torch.testing.assert_close(out["ref_kl_NT"], naive_kl(model, ref, 0.7), **CLOSE)
+    assert out["ref_kl_NT"][MASK_NT].min() > 1e-3
     assert out["head_VD"].data_ptr() == model.get_output_embeddings().weight.data_ptr()
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
         hidden = model.get_decoder()(torch.tensor([prompt + response])).last_hidden_state[
@@ -247,6 +262,10 @@ def test_a_head_that_no_config_explains_goes_through_the_models_own_forward():
     torch.testing.assert_close(out["trainer_logp_NT"], logp_NT, **CLOSE)
     torch.testing.assert_close(out["entropy_NT"], entropy_NT, **CLOSE)
     torch.testing.assert_close(token_logp(model, *ROWS, temperature=0.7), logp_NT, **CLOSE)
+    plain = tiny(seed=1, dtype=torch.float64)
+    for one, other in ((model, plain), (plain, model)):
+        kl_NT = measure(one, *ROWS, {"ref_kl_NT"}, temperature=0.7, ref_model=other)["ref_kl_NT"]
+        torch.testing.assert_close(kl_NT, naive_kl(one, other, 0.7), **CLOSE)
     with pytest.raises(ValueError, match="hidden_NTD is not known for ScaledLlama"):
         measure(model, *ROWS, {"hidden_NTD"})
 
@@ -293,7 +312,8 @@ def test_buckets_hold_every_row_once_within_the_budget(lengths, token_budget):
             (PROMPTS, TOKENS_NT[:, :4], MASK_NT, {"entropy_NT"}),
             "expected one prompt a row and equal shapes",
         ),
-        ((*ROWS, {"ref_logp_NT"}), "no reference model. Pass ref_model"),
+        ((*ROWS, {"ref_logp_NT"}), "ref_logp_NT is needed .* no reference model. Pass ref_model"),
+        ((*ROWS, {"ref_kl_NT"}), "ref_kl_NT is needed .* no reference model. Pass ref_model"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message):

@@ -42,6 +42,7 @@ from counterpoise.trainer.loop import device_of
 
 KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
+UNSTACKED = frozenset({"ref_kl_NT"})  # columns that a stack does not measure
 BATCHES = 10  # batches of the control's way on which activity is measured
 
 
@@ -158,9 +159,10 @@ def is_alone(arena: Arena, run: Run) -> bool:
 
 def shares_stack(method: Method) -> bool:
     """Whether a stack can train it: it samples as the others do, has no teacher, and its ratios
-    start from the sampler, whose log-probs are all that the updates of a stack have.
+    start from the sampler, whose log-probs are all that the updates of a stack have; nor does it
+    read a column that a stack does not measure.
     """
-    is_alone = bool(method.collectors) or method.has_teacher
+    is_alone = bool(method.collectors) or method.has_teacher or bool(method.needs & UNSTACKED)
     return not is_alone and not moves_anchor(method.rules)
 
 

@@ -277,7 +277,7 @@ class Method:
         self, batch: TokenBatch, credit: Credit, row_R: Tensor, *, reduce: Reduce = LOCAL
     ) -> Rows:
         """The columns of one update, with the reduction taken over the whole of it."""
-        return update_rows(self.rules, self.reduction, batch, credit, row_R, reduce)
+        return update_rows(self.rules, self.terms, self.reduction, batch, credit, row_R, reduce)
 
     def prepare(self, update_logp_NT: Tensor, rows: Rows) -> Rows:
         """What a loss must know of the whole update, from the detached log-probs of all its rows;

@@ -271,6 +271,15 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "reduction": {"name": "per_token", "count": "credited"},
         },
     ),
+    "vimpo": (
+        "The log-ratio to the reference is a value, fitted to the reward; its parts are credit.",
+        "arXiv 2606.20008",
+        {
+            "advantage": "group_mean",
+            "credit": ["implied_advantage", {"name": "whiten", "size": 5e-3}],
+            "loss": [CLIP_HIGHER, "implied_value"],
+        },
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

@@ -122,6 +122,7 @@ def _example(chosen: Method) -> TokenBatch:
         "ref_logp_NT": torch.full((2, 3), -0.8),
         "teacher_logp_NT": torch.full((2, 3), -0.6),
         "has_teacher_N": torch.tensor([True, False]),
+        "ref_kl_NT": torch.full((2, 3), 0.05),
         "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
         "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
         "topk_logp_NTK": torch.full((2, 3, 3), -1.2),

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from counterpoise.maths.reduce import Reduce
 from counterpoise.maths.turns import token_advantage
+from counterpoise.reductions import constant_length
 from counterpoise.stage import Stage, call
 from counterpoise.types import Credit, Rows, TokenBatch
 
 
 def update_rows(
     rules: Sequence[Stage],
+    terms: Sequence[Stage],
     reduction: Stage,
     batch: TokenBatch,
     credit: Credit,
@@ -29,6 +31,9 @@ def update_rows(
     mask_NT, credit_NT = batch.mask_NT[row_R], credit.credit_NT[row_R]
     advantage_N, by_turn_NT = credit.advantage_N[row_R], token_advantage(credit, batch)[row_R]
     kept_N, anchor_NT = kept_rollouts(rules, batch), ratio_anchor(rules, batch)
+    kept_N = None if kept_N is None else kept_N[row_R]
+    columns = (mask_NT, credit_NT, advantage_N, by_turn_NT)
+    has_values = any(term.has("values_rollouts") for term in terms)
     return Rows(
         row_R=row_R,
         mask_NT=mask_NT,
@@ -38,15 +43,13 @@ def update_rows(
         credit_NT=credit_NT,
         sampler_logp_NT=batch.sampler_logp_NT[row_R],
         scale_NT=scale_of_kept(
-            reduction,
-            None if kept_N is None else kept_N[row_R],
-            (mask_NT, credit_NT, advantage_N, by_turn_NT),
-            reduce=reduce,
-            max_length=batch.max_length,
+            reduction, kept_N, columns, reduce=reduce, max_length=batch.max_length
         ),
         ref_logp_NT=None if batch.ref_logp_NT is None else batch.ref_logp_NT[row_R],
         advantage_NT=None if credit.advantage_NU is None else by_turn_NT,
         anchor_logp_NT=None if anchor_NT is None else anchor_NT[row_R],
+        ref_kl_NT=None if batch.ref_kl_NT is None else batch.ref_kl_NT[row_R],
+        rollout_scale_N=rollout_scale(kept_N, columns, reduce) if has_values else None,
     )
 
 
@@ -66,6 +69,11 @@ def kept_rollouts(rules: Sequence[Stage], batch: TokenBatch) -> Tensor | None:
     every = [call(part.keeps, batch, **part.settings) for part in parts if part.keeps]
     kept_KN = [kept_N for kept_N in every if kept_N is not None]
     return torch.stack(kept_KN).all(0) if kept_KN else None
+
+
+def rollout_scale(kept_N: Tensor | None, columns: Sequence[Tensor], reduce: Reduce) -> Tensor:
+    """1 / (rollouts of the update that are kept, of all ranks), [N]; 0 for the others."""
+    return scale_of_kept(constant_length(length=1), kept_N, columns, reduce=reduce).amax(1)
 
 
 def scale_of_kept(

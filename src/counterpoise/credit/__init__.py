@@ -15,6 +15,7 @@ from counterpoise.credit.difficulty import focal
 from counterpoise.credit.divergence import divergence_from_group, group_divergence
 from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import entropy_filter, spurious, top_entropy
+from counterpoise.credit.implied import implied_advantage
 from counterpoise.credit.mismatch import mismatch_weight
 from counterpoise.credit.negatives import (
     negative_mass,
@@ -71,6 +72,7 @@ RULES: dict[str, Stage] = {
     "tree_gain": tree_gain,
     "teacher": teacher,
     "proximal_teacher": proximal_teacher,
+    "implied_advantage": implied_advantage,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -91,6 +93,7 @@ __all__ = [
     "even_mass",
     "focal",
     "group_divergence",
+    "implied_advantage",
     "information_gain",
     "keep_mass",
     "kl_penalty",

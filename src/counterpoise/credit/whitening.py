@@ -25,11 +25,16 @@ def whitened(credit_NT: Tensor, counted_NT: Tensor, eps: float, reduce: Reduce =
 
 @Stage
 def whiten(
-    credit_NT: Tensor, batch: TokenBatch, *, eps: float = 1e-8, reduce: Reduce = LOCAL
+    credit_NT: Tensor,
+    batch: TokenBatch,
+    *,
+    eps: float = 1e-8,
+    size: float = 1.0,
+    reduce: Reduce = LOCAL,
 ) -> Tensor:
-    """Credit with mean 0 and variance 1 over the tokens of the batch.
+    """Credit with mean 0 and standard deviation ``size`` over the tokens of the batch.
 
-    credit' = (credit - mean) / sqrt(variance + eps), both over the model tokens of all ranks;
+    credit' = size (credit - mean) / sqrt(variance + eps), both over the model tokens of all ranks;
     tokens without a segment, where the batch has segments, stay out and have 0
 
     Keeps neither the sign nor the mass: a token without credit gets minus the mean.
@@ -37,13 +42,14 @@ def whiten(
     Args:
         credit_NT: [N, T].
         eps: > 0, added to the variance.
+        size: > 0; a loss that is linear in the size of credit has this weight among other terms.
 
     >>> batch = TokenBatch.from_lists([[1, 2]], group=[0], reward=[1.0], sampler_logp=[[-1.0] * 2])
     >>> whiten(torch.tensor([[3.0, 1.0]]), batch)
     tensor([[ 1., -1.]])
     """
-    check_number("whiten", above=0, eps=eps)
-    return whitened(credit_NT, _in_segments(batch), eps, reduce)
+    check_number("whiten", above=0, eps=eps, size=size)
+    return size * whitened(credit_NT, _in_segments(batch), eps, reduce)
 
 
 def _in_segments(batch: TokenBatch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from counterpoise.losses.covariance import clip_cov, kl_cov
 from counterpoise.losses.drift_fixing import dfpo, dfpo_weight
+from counterpoise.losses.implied_value import implied_value
 from counterpoise.losses.kl_term import kl
 from counterpoise.losses.ratio import (
     clipped,
@@ -35,6 +36,7 @@ LOSSES: dict[str, Stage] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "kl": kl,
+    "implied_value": implied_value,
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "dfpo_weight",
     "dual_clip",
     "geometric",
+    "implied_value",
     "kl",
     "kl_cov",
     "reinforce",

@@ -172,6 +172,7 @@ def _without_padding(trainer_logp_NT: Tensor, rows: Rows) -> tuple[Tensor, Rows]
         "credit_NT": rows.credit_NT,
         "sampler_logp_NT": rows.sampler_logp_NT,
         "ref_logp_NT": rows.ref_logp_NT,
+        "ref_kl_NT": rows.ref_kl_NT,
         "anchor_logp_NT": rows.anchor_logp_NT,
     }
     clean = {

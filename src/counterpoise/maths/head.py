@@ -121,6 +121,44 @@ def head_scores(
         )
 
 
+def logits_kl(logits_MV: Tensor, ref_logits_MV: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p_v (log p_v - log q_v) of each row, [M], p of the first logits; >= 0.
+
+    >>> p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.8, 0.2]])
+    >>> round(logits_kl(p.log(), q.log()).item(), 5)
+    0.22314
+    """
+    logp_MV = torch.log_softmax(logits_MV, dim=-1)
+    gap_MV = logp_MV - torch.log_softmax(ref_logits_MV, dim=-1)
+    prob_MV = logp_MV.exp()
+    return torch.where(prob_MV > 0, prob_MV * gap_MV, 0).sum(-1).clamp(min=0)
+
+
+@torch.no_grad()
+def head_kl(
+    hidden_MD: Tensor,
+    head: Head,
+    ref_hidden_MD: Tensor,
+    ref_head: Head,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Exact KL over the vocabulary of two heads on their own hidden states, [M]; no gradient.
+
+    >>> one = Head(torch.eye(2))
+    >>> head_kl(torch.ones(3, 2), one, torch.zeros(3, 2), one, chunk=2).tolist()
+    [0.0, 0.0, 0.0]
+    """
+    heads = _autocast(head, hidden_MD), _autocast(ref_head, ref_hidden_MD)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        parts = []
+        for rows in _chunks(len(hidden_MD), head, chunk):
+            pair = zip((hidden_MD[rows], ref_hidden_MD[rows]), heads)
+            parts.append(logits_kl(*(head_logits(h, w, temperature=temperature) for h, w in pair)))
+    return torch.cat(parts)
+
+
 def head_logp(
     hidden_MD: Tensor,
     target_M: Tensor,

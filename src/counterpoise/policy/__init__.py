@@ -2,11 +2,12 @@
 
 from counterpoise.policy.load import Policy, add_lora, encode_prompts, load_model, locate
 from counterpoise.policy.logp import logp_function, token_logp
-from counterpoise.policy.measure import MEASURED, measure
+from counterpoise.policy.measure import MEASURED, REFERENCE, measure
 from counterpoise.policy.pack import length_buckets
 
 __all__ = [
     "MEASURED",
+    "REFERENCE",
     "Policy",
     "add_lora",
     "encode_prompts",

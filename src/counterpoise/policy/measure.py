@@ -13,13 +13,14 @@ Axes: N rollouts, T response tokens, M response tokens of one forward laid end t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from counterpoise.maths.head import head_scores, logits_scores
+from counterpoise.maths.head import head_kl, head_logits, head_scores, logits_kl, logits_scores
 from counterpoise.policy.backbone import Backbone, backbone, evaluating
 from counterpoise.policy.pack import (
     Packed,
@@ -39,9 +40,11 @@ MEASURED = frozenset(
         "topk_ids_NTK",
         "topk_logp_NTK",
         "ref_logp_NT",
+        "ref_kl_NT",
         "head_VD",
     }
 )
+REFERENCE = frozenset({"ref_logp_NT", "ref_kl_NT"})  # columns that need a reference model
 TOKEN_BUDGET = 16384
 
 
@@ -71,7 +74,8 @@ def measure(
 
     ``trainer_logp_NT``, ``entropy_NT``, ``hidden_NTD`` (what feeds the head), ``topk_ids_NTK`` and
     ``topk_logp_NTK`` (largest first),
-    ``ref_logp_NT`` (a forward of ``ref_model``), ``head_VD`` (the head's weight, not a copy).
+    ``ref_logp_NT`` (a forward of ``ref_model``), ``ref_kl_NT`` (KL(model || reference) over the
+    whole vocabulary, a forward of each), ``head_VD`` (the head's weight, not a copy).
     Padding is 0. Log-probs and entropy are of
     ``softmax(z / temperature)``, untruncated, float32 or wider.
 
@@ -84,7 +88,7 @@ def measure(
         token_budget: tokens of one forward, prompt and padding included.
         topk: K.
         chunk: response tokens whose logits are alive at once (default: 64 MiB of them).
-        ref_model: the frozen reference, for ``ref_logp_NT``.
+        ref_model: the frozen reference, for ``ref_logp_NT`` and ``ref_kl_NT``.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -108,9 +112,13 @@ def measure(
     _check(prompt_ids, token_ids_NT, mask_NT, needs, ref_model)
     settings = _Settings(temperature, token_budget, topk, chunk)
     columns: dict[str, Tensor] = {}
-    own = set(needs) - {"ref_logp_NT", "head_VD"}
+    own = set(needs) - REFERENCE - {"head_VD"}
     if own:
         columns |= _forward(model, prompt_ids, token_ids_NT, mask_NT, own, settings)
+    if "ref_kl_NT" in needs:
+        columns |= _forward(
+            model, prompt_ids, token_ids_NT, mask_NT, {"ref_kl_NT"}, settings, ref_model
+        )
     if "ref_logp_NT" in needs and ref_model is not None:
         ref = _forward(ref_model, prompt_ids, token_ids_NT, mask_NT, {"trainer_logp_NT"}, settings)
         columns["ref_logp_NT"] = ref["trainer_logp_NT"]
@@ -127,11 +135,13 @@ def _forward(
     mask_NT: Tensor,
     names: set[str],
     settings: _Settings,
+    ref_model: PreTrainedModel | None = None,
 ) -> dict[str, Tensor]:
     columns: dict[str, Tensor] = {}
-    with evaluating(model):
+    with evaluating(model), nullcontext() if ref_model is None else evaluating(ref_model):
         parts = backbone(model)
-        share = shares_prompts(parts)
+        ref = None if ref_model is None else (ref_model, backbone(ref_model))
+        share = shares_prompts(parts) and (ref is None or shares_prompts(ref[1]))
         for picked in row_buckets(
             prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
         ):
@@ -143,7 +153,11 @@ def _forward(
                 model.device,
                 share=share,
             )
-            for name, value in _bucket(model, parts, rows, names, settings).items():
+            if ref is not None:
+                bucket = {"ref_kl_NT": _kl((model, parts), ref, rows, settings)}
+            else:
+                bucket = _bucket(model, parts, rows, names, settings)
+            for name, value in bucket.items():
                 if name not in columns:
                     columns[name] = value.new_zeros(*mask_NT.shape, *value.shape[1:])
                 columns[name][row_B.to(value.device)[rows.row_M], rows.column_M] = value
@@ -182,6 +196,31 @@ def _bucket(
     return {name: columns[name] for name in names}
 
 
+def _kl(
+    own: tuple[PreTrainedModel, Backbone],
+    ref: tuple[PreTrainedModel, Backbone],
+    rows: Packed,
+    settings: _Settings,
+) -> Tensor:
+    """KL(own || reference) over the vocabulary at each response token of one forward, [M]."""
+    if own[1].head is not None and ref[1].head is not None:
+        return head_kl(
+            hidden_of(own[1], rows),
+            own[1].head,
+            hidden_of(ref[1], rows),
+            ref[1].head,
+            temperature=settings.temperature,
+            chunk=settings.chunk,
+        )
+    logits = [
+        own_logits(model, rows, settings.temperature)
+        if parts.head is None
+        else head_logits(hidden_of(parts, rows), parts.head, temperature=settings.temperature)
+        for model, parts in (own, ref)
+    ]
+    return logits_kl(*logits)
+
+
 def _check_hidden(model: PreTrainedModel, names: set[str]) -> None:
     if "hidden_NTD" in names:
         raise ValueError(
@@ -207,7 +246,8 @@ def _check(
             f"measure: {len(prompt_ids)} prompts, token_ids_NT {list(token_ids_NT.shape)}, mask_NT"
             f" {list(mask_NT.shape)}; expected one prompt a row and equal shapes."
         )
-    if "ref_logp_NT" in needs and ref_model is None:
+    if REFERENCE & needs and ref_model is None:
         raise ValueError(
-            "measure: ref_logp_NT is needed and there is no reference model. Pass ref_model."
+            f"measure: {max(REFERENCE & needs)} is needed and there is no reference model. Pass"
+            " ref_model."
         )

@@ -10,7 +10,7 @@ import torch
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.catalogue.registry import methods as known_methods
-from counterpoise.policy import load_model
+from counterpoise.policy import REFERENCE, load_model
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import load_yaml
@@ -82,7 +82,7 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
     collected, reference = scene.collected, scene.reference
     out = {}
     for label, method in methods.items():
-        if reference is None and "ref_logp_NT" in method.needs:
+        if reference is None and method.needs & REFERENCE:
             device = scene.policy.model.device
             reference = load_model(scene.config.model, dtype=torch.float32, device=device).model
         is_own = method.describe() == scene.method.describe()

@@ -18,7 +18,7 @@ from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.ledger.recorder import Recording, columns_at, observe
 from counterpoise.maths.intervals import Interval
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import Policy, add_lora, load_model
+from counterpoise.policy import REFERENCE, Policy, add_lora, load_model
 from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import own, write
@@ -262,7 +262,7 @@ def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
     policy = load_model(config.model, dtype=dtype, device=device)
     reference = (
         load_model(config.model, dtype=dtype, device=device).model
-        if "ref_logp_NT" in method.needs
+        if method.needs & REFERENCE
         else None
     )
     if reference is not None:

@@ -32,7 +32,8 @@ def flat_batches(before: int, method: Method, collected: RolloutBatch, credit: C
         is_flat = False
     elif credit.advantage_NU is not None:
         is_flat = not bool(credit.advantage_NU.any())
-    is_flat = is_flat or not bool(credit.credit_NT.any())
+    if not any(term.has("values_rollouts") for term in method.terms):
+        is_flat = is_flat or not bool(credit.credit_NT.any())
     return before + 1 if is_flat else 0
 
 

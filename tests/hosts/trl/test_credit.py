@@ -124,7 +124,17 @@ def test_presets_with_a_teacher_are_refused(name, tmp_path):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-LEFT_OUT = {*SCORED, *SAMPLED_MORE, *TAUGHT}
+UNMEASURED = {"vimpo": "ref_kl_NT, the KL of whole distributions"}
+
+
+@pytest.mark.parametrize("name", UNMEASURED)
+def test_presets_whose_columns_trl_cannot_measure_are_refused(name, tmp_path):
+    line = f"the method '{name}' reads {UNMEASURED[name]}.*Use counterpoise train"
+    with pytest.raises(ValueError, match=line):
+        trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
+
+
+LEFT_OUT = {*SCORED, *SAMPLED_MORE, *TAUGHT, *UNMEASURED}
 
 
 @pytest.mark.parametrize("name", sorted(set(cp.methods()) - LEFT_OUT))

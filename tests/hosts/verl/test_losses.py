@@ -248,6 +248,7 @@ def test_a_row_without_tokens_and_narrow_types():
         ("crf_ntf", "side_means"),
         ("spo_chain", "'count': 'credited'.*no loss_agg_mode"),
         ("vine_ppo", "ref_logp_NT.*actor.use_kl_loss=True"),
+        ("vimpo", "a term of its loss reads ref_kl_NT, ref_logp_NT, which verl does not hand"),
     ],
 )
 def test_a_loss_that_verl_cannot_run_says_why(name, line):
@@ -277,7 +278,7 @@ def test_every_method_either_trains_or_says_why():
             refused.add(name)
     whole_update = {"dfpo_min", "dfpo_orth", "tpo", "clip_cov"}
     denominator = {"ibpo", "crf_ntf", "ict", "spo_chain", "sdpo", "opsd", "top_d"}
-    assert refused == whole_update | denominator | {"vine_ppo"}
+    assert refused == whole_update | denominator | {"vine_ppo", "vimpo"}
 
 
 def test_a_term_that_reads_a_reference_is_refused(monkeypatch):

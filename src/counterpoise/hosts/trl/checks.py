@@ -64,6 +64,7 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
             f"success_reward: no reward function {named!r}."
             f" {nearest(named, trainer.reward_func_names)}"
         )
+    _check_reference(setup)
     if not setup.is_uniform or setup.has_own_plan or args.ledger_every:
         _check_groups(trainer)
         _check_parallelism(trainer)
@@ -76,6 +77,14 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
         backbone_of(trainer)
     if setup.method.needs & (TOPK | {"head_VD"}):
         _check_head(trainer)
+
+
+def _check_reference(setup: Setup) -> None:
+    if "ref_kl_NT" in setup.method.needs:
+        raise ValueError(
+            f"the method {setup.method.name!r} reads ref_kl_NT, the KL of whole distributions, and"
+            " TRL has the reference's log-probs of sampled tokens alone. Use counterpoise train."
+        )
 
 
 def _check_head(trainer: CreditMixin) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from counterpoise.catalogue.method import Method
 from counterpoise.errors import nearest
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import load_model
+from counterpoise.policy import REFERENCE, load_model
 from counterpoise.probes.gradient.batches import batch_rows, states_after
 from counterpoise.probes.gradient.figure import figure, sheet
 from counterpoise.probes.gradient.numbers import LEAST_BATCHES, numbers_of
@@ -193,7 +193,7 @@ def forward_of(scene: Scene, methods: Mapping[str, Method]) -> Forward:
             " has read. Take methods without one."
         )
     reference, model = scene.reference, scene.policy.model
-    if reference is None and any("ref_logp_NT" in method.needs for method in methods.values()):
+    if reference is None and any(method.needs & REFERENCE for method in methods.values()):
         reference = load_model(scene.config.model, dtype=torch.float32, device=model.device).model
     budget = budget_that_fits(model, scene.config)
     return Forward(scene.config.rollouts.temperature, budget, reference)
