@@ -88,7 +88,7 @@ def only_improbable(
 
     Args:
         credit_NT: [N, T].
-        max_prob: in (0, 1].
+        max_prob: in (0, 1]; 1 keeps every token.
         whiten: the credit of the kept tokens is whitened over them, as ``whiten`` does over all.
         eps: > 0, added to that variance.
 
@@ -103,7 +103,8 @@ def only_improbable(
     """
     check_number("only_improbable", above=0, most=1, max_prob=max_prob)
     check_number("only_improbable", above=0, eps=eps)
-    kept_NT = batch.mask_NT & (batch.sampler_logp_NT.double() < math.log(max_prob))
+    limit = math.inf if max_prob == 1 else math.log(max_prob)
+    kept_NT = batch.mask_NT & (batch.sampler_logp_NT.double() < limit)
     if whiten:
         return whitened(credit_NT, kept_NT & _in_segments(batch), eps, reduce)
     return torch.where(kept_NT, credit_NT, 0)
