@@ -60,7 +60,7 @@ def rollouts(
                 "rollout_log_probs": logp,
                 "old_log_probs": (logp + 0.01 * normal(n)).clamp(max=0),
                 "ref_log_prob": (logp + 0.3 * normal(n)).clamp(max=0),
-                "entropy": normal(n).abs() + 0.1,
+                "entropy": 0.3 * normal(n).abs() + 0.1,  # decided, on average
                 "prompts": torch.ones(3, dtype=torch.long),
                 "position_ids": torch.arange(n + 3),
             }

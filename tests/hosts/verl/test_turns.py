@@ -46,7 +46,7 @@ def conversations(policy):
     with pytest.MonkeyPatch.context() as patch:
         given = rows(GUESS, "train", num=3)
         given = [{**row, "raw_prompt": row["prompt"], "index": k} for k, row in enumerate(given)]
-        got, _ = play_rows(patch, turn_config(GUESS), Server(policy, seed=3), given)
+        got, _ = play_rows(patch, turn_config(GUESS), Server(policy, seed=11), given)
     gen = torch.Generator().manual_seed(0)
     for row in got:
         logp_T = row.fields["rollout_log_probs"]
