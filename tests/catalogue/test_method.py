@@ -231,3 +231,9 @@ def test_nan_in_trainer_logp_names_the_rollout():
         ValueError, match=r"trainer_logp_NT gave a value that is not finite at rollouts \[3\]"
     ):
         method.loss(bad, rows)
+
+
+def test_two_losses_that_look_at_the_whole_update_are_refused():
+    with pytest.raises(ValueError, match="losses clip_cov and dfpo each look at the whole update"):
+        cp.method("grpo", loss=["clip_cov", "dfpo"])
+    assert cp.method("grpo", loss=["clip_cov", "implied_value"]).needs_update_logp

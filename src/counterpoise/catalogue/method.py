@@ -94,6 +94,12 @@ class Method:
     def __post_init__(self) -> None:
         check_number("method", or_none=True, success=self.success)
         check_order(self.rules)
+        names = [term.name for term in self.terms if term.prepare]
+        if len(names) > 1:
+            raise ValueError(
+                f"method: the losses {' and '.join(names)} each look at the whole update first, and"
+                " a method has room for one such loss. Leave one out."
+            )
 
     def __repr__(self) -> str:
         axes = {axis: getattr(self, field) for axis, field in AXES.items()}
