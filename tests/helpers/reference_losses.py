@@ -52,6 +52,11 @@ def log_ratios(case: Case) -> list[list[float]]:
     return [[a - b for a, b in zip(p, q)] for p, q in zip(case.trainer, case.sampler)]
 
 
+def bounded(log_ratio: float) -> float:
+    """exp, at most e^20: products of ratios over a rollout end there, as in the losses."""
+    return math.exp(min(log_ratio, 20.0))
+
+
 def per_token(case: Case, one) -> list[list[tuple]]:
     """``one(credit, log ratio, logp, ref)`` on each token."""
     out = []
@@ -139,7 +144,7 @@ def soft_gate(case, tau_pos=1.0, tau_neg=1.05):
 def sequence_ratio(case, clip_low=3e-4, clip_high=4e-4, mean=True):
     out = []
     for i, row in enumerate(log_ratios(case)):
-        s = math.exp(sum(row) / (len(row) if mean else 1))
+        s = bounded(sum(row) / (len(row) if mean else 1))
         out.append([ppo(c, s, 1 - clip_low, 1 + clip_high, math.inf) for c in case.credit[i]])
     return out
 
@@ -165,12 +170,12 @@ def geometric(case, clip_low=0.4, clip_high=0.4):
 def cumulative(case, clip_low=0.025, clip_high=0.05, dual_clip=0.05, power=0.5):
     out = []
     for i, row in enumerate(log_ratios(case)):
-        tokens, product = [], 1.0
-        for t, x in enumerate(row, start=1):
-            product *= math.exp(x)
-            grown = t**power
+        tokens = []
+        for t in range(1, len(row) + 1):
+            total, grown = sum(row[:t]), t**power
             bounds = (math.exp(bound * grown) for bound in (-clip_low, clip_high, dual_clip))
-            tokens.append(ppo(case.credit[i][t - 1], product, *bounds))
+            value, coef, ratio, is_cut = ppo(case.credit[i][t - 1], bounded(total), *bounds)
+            tokens.append((value, 0.0 if total > 20 else coef, ratio, is_cut))
         out.append(tokens)
     return out
 
@@ -202,8 +207,7 @@ def target(case, temperature=1.0):
 def dfpo_weights(case, transform="min", weight="geometric_mean", length="outside") -> list[float]:
     w = []
     for row in log_ratios(case):
-        product = math.exp(sum(row))
-        value = product if weight == "product" else product ** (1 / len(row))
+        value = bounded(sum(row) if weight == "product" else sum(row) / len(row))
         w.append(value / len(row) if length == "inside" else value)
     out = list(w)
     for g in set(case.group):

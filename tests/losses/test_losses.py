@@ -119,6 +119,14 @@ def test_equals_its_twin_on_ragged_batches(data, batch, pick):
 
 
 @EVERY
+def test_equals_its_twin_where_a_rollout_has_drifted_far(name, params):
+    logp_NT, rows = random_rows(seed=0, spread=6.0)
+    total_N = ((logp_NT.detach() - rows.sampler_logp_NT) * rows.mask_NT).sum(1)
+    assert total_N.max() > 20  # the product of a rollout's ratios is bounded, its tokens are not
+    assert_twin(name, params, logp_NT, rows)
+
+
+@EVERY
 def test_diagonal_law_and_coef_is_minus_the_derivative(name, params):
     logp_NT, rows = random_rows(
         seed=1, spread=0.03
