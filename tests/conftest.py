@@ -30,10 +30,7 @@ else:
     # passes again: the examples are the same every time, unless --hypothesis-profile=search
     for name, is_fixed in (("fixed", True), ("search", False)):
         settings.register_profile(
-            name,
-            deadline=None,
-            derandomize=is_fixed,
-            suppress_health_check=[HealthCheck.too_slow],
+            name, deadline=None, derandomize=is_fixed, suppress_health_check=[HealthCheck.too_slow]
         )
     settings.load_profile("fixed")
 
