@@ -78,6 +78,8 @@ def keep(memory: dict[int, Any], call: int, value: object) -> None:
 def _step(episode: Episode, action: str) -> Reply:
     """One reply, with every part what it should be; a plain reply again, whatever it was."""
     reply = episode.step(action)
+    if _is_plain(reply):
+        return reply
     if not isinstance(reply, Reply):
         raise TypeError(f"step returned {type(reply).__name__}, expected a Reply")
     if not isinstance(reply.text, str) or not isinstance(reply.state, str):
@@ -95,9 +97,23 @@ def _step(episode: Episode, action: str) -> Reply:
     )
 
 
+def _is_plain(reply: object) -> bool:
+    """Every part is of the very type it should be: nearly always, and the checks below are slow."""
+    if type(reply) is not Reply or type(reply.metrics) is not dict:
+        return False
+    numbers_of = [reply.reward, *reply.metrics.values()]
+    if reply.score is not None:
+        numbers_of.append(reply.score)
+    kinds = set(map(type, (reply.text, reply.state, *reply.metrics)))
+    return (
+        kinds == {str}
+        and set(map(type, numbers_of)) == {float}
+        and math.isfinite(sum(numbers_of))
+        and type(reply.is_done) is bool
+    )
+
+
 def _number(name: str, value: Any) -> float:
-    if type(value) is float and math.isfinite(value):  # nearly always, and the check below is slow
-        return value
     item = getattr(value, "item", None)
     value = item() if item else value
     if not isinstance(value, numbers.Real) or not math.isfinite(value):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import string
 from collections.abc import Iterator
@@ -62,6 +63,10 @@ class Lookup:
     def actions(self) -> tuple[str, ...]:
         return (*string.ascii_lowercase[: self.letters], *ANSWERS)
 
+    @functools.cached_property
+    def _legal(self) -> frozenset[str]:
+        return frozenset(self.actions)
+
     def prompts(self, split: str, seed: int, start: int = 0) -> Iterator[Prompt]:
         """The endless stream of a split."""
         if split not in SPLITS:
@@ -108,7 +113,7 @@ class Lookup:
             total = sum(digit_of(secret, letter) for letter in state.asked)
             is_right = int(action[1]) == total % 10
             return self._step(state._replace(left=left), "=" if is_right else "x", float(is_right))
-        if action not in self.actions:
+        if action not in self._legal:
             return self._step(state._replace(left=left), MALFORMED, -self.cost)
         digit = digit_of(secret, action)
         known = tuple(sorted({*state.known, (action, digit)}))
@@ -117,7 +122,7 @@ class Lookup:
     def _step(self, after: Notes, text: str, reward: float) -> tuple[Reply, Notes]:
         is_answer = text in ("=", "x")
         is_done = is_answer or after.left == 0
-        num_known = len(set(after.asked) & dict(after.known).keys())
+        num_known = sum(letter in after.asked for letter, _ in after.known)
         reply = Reply(
             text=text,
             reward=reward,
