@@ -102,13 +102,32 @@ def readings(
         templates: source -> template, as ``check_teacher`` gives them.
     """
     group = batch.group_N.tolist()
-    siblings = demonstrations(rollouts.texts, group, batch.is_success_N.tolist())
+    prompts = [rollouts.prompts[number] for number in group]
+    success = batch.is_success_N.tolist()
+    return group_readings(prompts, rollouts.texts, group, success, rollouts.feedback, templates)
+
+
+def group_readings(
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    group: Sequence[int],
+    is_success: Sequence[bool],
+    feedback: Sequence[str | None] | None,
+    templates: Mapping[str, str],
+) -> list[Reading | None]:
+    """The same from lists with one entry per rollout; ``feedback`` may be missing.
+
+    >>> ask = [Prompt("0", "2 + 3?", "5")] * 2
+    >>> templates = {"sibling": "{prompt} {demonstration}"}
+    >>> group_readings(ask, ["5", "6"], [0, 0], [True, False], None, templates)
+    [None, Reading(source='sibling', text='2 + 3? 5')]
+    """
+    siblings = demonstrations(texts, group, is_success)
     out: list[Reading | None] = []
-    for row, number in enumerate(group):
-        prompt = rollouts.prompts[number]
+    for row, prompt in enumerate(prompts):
         parts = {
             "sibling": siblings[row],
-            "feedback": rollouts.feedback[row] if rollouts.feedback else "",
+            "feedback": feedback[row] if feedback else "",
             "solution": solution_of(prompt),
             "prompt": prompt.text,
         }

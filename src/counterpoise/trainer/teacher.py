@@ -5,16 +5,17 @@ A method has a teacher where a rule reads ``teacher_logp_NT``; the rule's parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
 from counterpoise.credit import teacher as teacher_rule
-from counterpoise.credit.hindsight import OWN, check_teacher, readings, solution_of
+from counterpoise.credit.hindsight import OWN, Reading, check_teacher, readings, solution_of
 from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, encode_prompts, load_model, measure
 from counterpoise.policy.load import load_tokenizer
@@ -66,6 +67,12 @@ def teacher_settings(method: Method) -> dict[str, Any] | None:
     return every[0]
 
 
+def sources_of(method: Method) -> list[str]:
+    """What the method's teacher reads, in order of preference; empty without a teacher."""
+    settings = teacher_settings(method)
+    return [] if settings is None else list(check_teacher(f"method {method.name!r}", **settings))
+
+
 def check_sources(method: Method, task: Task, config: Config) -> None:
     """Everything about the teacher that can be known before a model loads."""
     settings = teacher_settings(method)
@@ -74,13 +81,8 @@ def check_sources(method: Method, task: Task, config: Config) -> None:
     model, where = settings["model"], f"method {method.name!r}"
     sources = check_teacher(where, **settings)
     if model not in OWN:
-        check_vocabulary(config.model, model)
-    elif list(sources) == ["prompt"]:
-        raise ConfigError(
-            f"{where}: the teacher is the policy itself (model: {model}) and reads the prompt"
-            " alone, so it has nothing to teach. Name another model (credit: {model: path}), or let"
-            " it read more (credit: {source: solution})."
-        )
+        check_vocabulary(config.model, load_tokenizer(config.model).get_vocab(), model)
+    check_knows_more(where, model, sources)
     prompt = prompts_from(task, "train", config.seed, 0, 1)[0]
     if "solution" in sources and not solution_of(prompt):
         raise ConfigError(
@@ -100,6 +102,16 @@ def check_sources(method: Method, task: Task, config: Config) -> None:
         )
 
 
+def check_knows_more(where: str, model: str, sources: Mapping[str, str]) -> None:
+    """The policy itself, which reads nothing more, is no teacher."""
+    if model in OWN and list(sources) == ["prompt"]:
+        raise ConfigError(
+            f"{where}: the teacher is the policy itself (model: {model}) and reads the prompt"
+            " alone, so it has nothing to teach. Name another model (credit: {model: path}), or let"
+            " it read more (credit: {source: solution})."
+        )
+
+
 def gives_feedback(task: Task, config: Config) -> bool:
     """Whether the grader says something of an empty answer."""
     if is_environment(task):
@@ -108,9 +120,13 @@ def gives_feedback(task: Task, config: Config) -> bool:
     return bool(grade(task, [(prompt, "")], config.grader_time_limit_s).feedback)
 
 
-def check_vocabulary(policy: str, teacher: str) -> None:
-    """A teacher reads the ids of the policy: every token of the policy has the same id there."""
-    own, other = (load_tokenizer(name).get_vocab() for name in (policy, teacher))
+def check_vocabulary(policy: str, own: Mapping[str, int], teacher: str) -> None:
+    """A teacher reads the ids of the policy: every token of the policy has the same id there.
+
+    Args:
+        own: the policy's vocabulary, token -> id.
+    """
+    other = load_tokenizer(teacher).get_vocab()
     wrong = next((token for token, number in own.items() if other.get(token) != number), None)
     if wrong is not None:
         raise ConfigError(
@@ -150,7 +166,7 @@ def follow(teacher: Teacher | None, policy: Policy) -> None:
     for name, weight in policy.model.named_parameters():
         if name in teacher.weights:
             average = teacher.weights[name]
-            average.lerp_(weight.to(average.dtype), teacher.rate)
+            average.lerp_(weight.to(average.device, average.dtype), teacher.rate)
 
 
 def saved_weights(teacher: Teacher | None) -> dict[str, Tensor]:
@@ -168,12 +184,9 @@ def measure_teacher(
         return collected, {}
     batch = collected.batch
     every = readings(collected, method.see(batch), teacher.templates)
-    rows = [row for row, one in enumerate(every) if one is not None]
-    texts = [one.text for one in every if one is not None]
-    ids = dict(zip(rows, encode_prompts(policy, texts, chat=config.chat)))
-    room = getattr(teacher.model.config, "max_position_embeddings", None) or float("inf")
-    length = response_lengths(batch.mask_NT)
-    kept = [row for row in rows if len(ids[row]) + length[row] <= room]
+    texts = iter(encode_prompts(policy, [o.text for o in every if o is not None], chat=config.chat))
+    ids = [[] if one is None else next(texts) for one in every]
+    kept = fitting(teacher.model, every, ids, response_lengths(batch.mask_NT))
     logp_NT, has_N = torch.zeros_like(batch.sampler_logp_NT), torch.zeros_like(batch.mask_NT[:, 0])
     if kept:
         row_R = torch.tensor(kept, device=logp_NT.device)
@@ -189,13 +202,51 @@ def measure_teacher(
             )
         logp_NT[row_R] = columns["trainer_logp_NT"].to(logp_NT.dtype)
         has_N[row_R] = True
-    used = [one.source for row, one in enumerate(every) if one is not None and has_N[row]]
-    num = batch.num_rollouts
-    numbers = {f"teacher/{name}_frac": used.count(name) / num for name in teacher.templates}
-    numbers["teacher/too_long_frac"] = (len(rows) - len(kept)) / num
-    numbers["teacher/prompt_tokens"] = sum(len(ids[row]) for row in kept) / max(len(kept), 1)
     taught = batch.replace(teacher_logp_NT=logp_NT, has_teacher_N=has_N)
-    return collected._replace(batch=taught), numbers
+    counts = count_readings(every, ids, kept, teacher.templates)
+    return collected._replace(batch=taught), reading_numbers(counts)
+
+
+def fitting(
+    model: PreTrainedModel,
+    every: Sequence[Reading | None],
+    ids: Sequence[Sequence[int]],
+    length: Sequence[int],
+) -> list[int]:
+    """The rollouts whose reading leaves room for them in the model's context."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    rows = [row for row, one in enumerate(every) if one is not None]
+    return [row for row in rows if len(ids[row]) + length[row] <= room]
+
+
+def count_readings(
+    every: Sequence[Reading | None],
+    ids: Sequence[Sequence[int]],
+    kept: Sequence[int],
+    sources: Iterable[str],
+) -> dict[str, float]:
+    """Rollouts by source and those that did not fit, tokens read, rollouts: sums, which may be
+    added up over processes.
+    """
+    used = [one.source for row in kept if (one := every[row]) is not None]
+    by_source: dict[str, float] = {name: used.count(name) for name in sources}
+    return by_source | {
+        "too_long": sum(one is not None for one in every) - len(kept),
+        "prompt_tokens": sum(len(ids[row]) for row in kept),
+        "rollouts": len(every),
+    }
+
+
+def reading_numbers(counts: Mapping[str, float]) -> dict[str, float]:
+    """What is logged of ``count_readings``.
+
+    >>> reading_numbers({"sibling": 2, "too_long": 1, "prompt_tokens": 30, "rollouts": 4})
+    {'teacher/sibling_frac': 0.5, 'teacher/too_long_frac': 0.25, 'teacher/prompt_tokens': 15.0}
+    """
+    by_row = {k: v for k, v in counts.items() if k not in ("prompt_tokens", "rollouts")}
+    num_kept = sum(by_row.values()) - by_row["too_long"]
+    numbers = {f"teacher/{name}_frac": num / counts["rollouts"] for name, num in by_row.items()}
+    return numbers | {"teacher/prompt_tokens": counts["prompt_tokens"] / max(num_kept, 1)}
 
 
 @contextmanager
@@ -209,7 +260,7 @@ def stand_in(teacher: Teacher) -> Iterator[None]:
     try:
         for name, weight in teacher.model.named_parameters():
             if name in own:
-                weight.data = teacher.weights[name].to(weight.dtype)
+                weight.data = teacher.weights[name].to(weight.device, weight.dtype)
         yield
     finally:
         for name, weight in teacher.model.named_parameters():

@@ -8,6 +8,7 @@ TRL does to rows happens to them too.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,15 @@ def success_column(trainer: CreditMixin, reward_by_function: Tensor) -> Tensor |
     return is_success_C.reshape(accelerator.num_processes, -1)[accelerator.process_index]
 
 
+def is_success(trainer: CreditMixin, setup: Setup, reward_by_function: Tensor) -> Tensor:
+    """Which rollouts of this process are successes."""
+    told_N = success_column(trainer, reward_by_function)
+    if told_N is not None:
+        return told_N
+    least = SUCCESS if setup.method.success is None else setup.method.success
+    return total_reward(trainer, reward_by_function) >= least
+
+
 def token_batch(
     trainer: CreditMixin,
     setup: Setup,
@@ -62,9 +72,10 @@ def token_batch(
     recorded: list[Scores],
     live: Live,
     more: bool,
+    taught: Mapping[str, Tensor],
 ) -> TokenBatch | None:
     """This process's rollouts with the columns that the method needs; ``more`` asks for log-probs
-    and entropies even if no rule reads them.
+    and entropies even if no rule reads them, ``taught`` are the columns of a teacher.
 
     Where a process has no rollout that counts, every process gets the batch of all: statistics
     that are pooled over processes would wait for it. None where no process has one.
@@ -81,6 +92,7 @@ def token_batch(
         "sampler_logp_NT": logp_NT,
         "cp_row": live.row_N,
         "trl_advantage": output["advantages"],
+        **taught,
     }
     if scores is not None:
         columns["entropy_NT"] = scores.entropy_NT if more or "entropy_NT" in needs else None

@@ -14,6 +14,7 @@ from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import backbone_of
+from counterpoise.hosts.trl.teacher import check_taught
 from counterpoise.hosts.trl.turns import tells_turns
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
         _check_groups(trainer)
         _check_parallelism(trainer)
         _check_trl_options(trainer, setup)
+        check_taught(trainer, setup)
     if setup.has_own_plan:
         _check_windows(trainer, setup)
     if args.ledger_every:
@@ -130,12 +132,6 @@ def _check_trl_options(trainer: CreditMixin, setup: Setup) -> None:
         raise ValueError(
             "the method reads ref_logp_NT, and TRL keeps a reference model only with beta > 0. Set"
             " beta."
-        )
-    if setup.method.has_teacher:
-        raise ValueError(
-            f"the method {setup.method.name!r} has a teacher, who scores each rollout after another"
-            " prompt, and TRL scores rollouts after their own prompts alone. Train with"
-            " counterpoise train."
         )
     if "turn_score_NU" in needs and not tells_turns(trainer):
         raise ValueError(

@@ -17,6 +17,7 @@ from counterpoise.hosts.trl.method import Setup, setup
 from counterpoise.ledger.book import OWN_TOKENS
 from counterpoise.ledger.measures.classes import check_axes
 from counterpoise.text import load_yaml
+from counterpoise.trainer.teacher import sources_of
 
 # settings of TRL that speak of the loss, and of the advantage: a method brings its own
 LOSS_FIELDS = (
@@ -106,6 +107,24 @@ class CreditGRPOConfig(GRPOConfig):
             )
         },
     )
+    solution_column: str = field(
+        default="solution",
+        metadata={
+            "help": (
+                "Column of the dataset with the solution, for methods whose teacher reads it"
+                " ('opsd')."
+            )
+        },
+    )
+    feedback_column: str = field(
+        default="feedback",
+        metadata={
+            "help": (
+                "What a reward function says of each completion, by log_extra(feedback_column,"
+                " texts), for methods whose teacher reads it ('sdpo')."
+            )
+        },
+    )
     ledger_every: int = field(
         default=0,
         metadata={
@@ -177,6 +196,13 @@ class CreditGRPOConfig(GRPOConfig):
                         f" plan {setup.method.planner.name!r} takes rewards as numbers.",
                         stacklevel=4,
                     )
+        for name, source in (("solution_column", "solution"), ("feedback_column", "feedback")):
+            if getattr(self, name) != source and source not in sources_of(setup.method):
+                warnings.warn(
+                    f"{name}={getattr(self, name)!r} is not read: method {self.method!r} has no"
+                    f" teacher with the source {source!r}.",
+                    stacklevel=4,
+                )
         names = [
             *(LOSS_FIELDS[1:] if setup.has_own_loss else ()),
             *(ADVANTAGE_FIELDS if setup.has_own_advantage else ()),

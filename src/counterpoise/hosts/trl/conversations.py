@@ -111,6 +111,13 @@ class Conversations:
         fields = [extra_fields(play, row) for row in range(len(asked))]
         return as_lists(rollouts) | {name: [one[name] for one in fields] for name in fields[0]}
 
+    def encode_prompts(
+        self, prompts: Sequence[Sequence[Mapping[str, Any]]], trainer: CreditMixin
+    ) -> list[list[int]]:
+        """Token ids of prompts, as conversations begin with them."""
+        texts = [prompt[-1]["content"] for prompt in prompts]
+        return encode_prompts(policy_of(trainer), texts, chat=self.chat)
+
     def _episode(self, prompt: Sequence[Mapping[str, Any]]) -> int:
         number = None if isinstance(prompt, str) else prompt[-1].get(EPISODE)
         if number is None:

@@ -138,15 +138,21 @@ def check_text_only(output: dict[str, Any], why: str) -> None:
 
 
 def score_policy(
-    trainer: CreditMixin, rows: dict[str, Any], batch_size: int | None = None
+    trainer: CreditMixin,
+    rows: dict[str, Any],
+    batch_size: int | None = None,
+    model: nn.Module | None = None,
 ) -> tuple[Tensor, ...]:
-    """TRL's forward over prompts and completions, without a gradient."""
+    """TRL's forward over prompts and completions, without a gradient; ``model`` may be TRL's
+    reference.
+    """
     check_text_only(rows, "a forward of ours")
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
     attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
     width = rows["completion_ids"].shape[1]
+    model = trainer.model if model is None else model
     with torch.no_grad():
-        return getattr(trainer, SCORE)(trainer.model, ids, attended, width, batch_size=batch_size)
+        return getattr(trainer, SCORE)(model, ids, attended, width, batch_size=batch_size)
 
 
 def score_again(

@@ -11,10 +11,14 @@ super, none copies TRL:
                                       advantages
     _prepare_inputs                   the plan's micro-batches in place of TRL's shuffled ones
     _compute_loss                     losses that TRL lacks; the ledger
+
+Two of the Trainer's, which save and load a checkpoint, keep the average of a teacher in it.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trl
@@ -25,6 +29,7 @@ from counterpoise.hosts.trl.batch import (
     assign,
     columns_to_score,
     gather_columns,
+    is_success,
     no_columns,
     spread_columns,
     token_batch,
@@ -44,6 +49,7 @@ from counterpoise.hosts.trl.plan import (
     micro_batches,
     trl_plan,
 )
+from counterpoise.hosts.trl.readings import Graded, hear_feedback
 from counterpoise.hosts.trl.scoring import (
     REWARDS,
     SCORE,
@@ -53,6 +59,13 @@ from counterpoise.hosts.trl.scoring import (
     record_scores,
 )
 from counterpoise.hosts.trl.state import CreditState, credit_state
+from counterpoise.hosts.trl.teacher import (
+    Clock,
+    measure_teacher,
+    restore_teacher,
+    save_teacher,
+    teacher_of,
+)
 from counterpoise.hosts.trl.turns import (
     Told,
     check_scores,
@@ -97,6 +110,8 @@ class CreditMixin(Host):
             )
         setup = self.credit_setup = config.setup()
         check_trainer(self, setup)
+        self.credit_teacher = teacher_of(self, setup)
+        self._credit_clock = Clock()
         self.credit_ledger = Ledger(self, self.credit_setup)
         self.credit_plan: Plan | None = None
         self._credit_new: dict[str, Any] | None = None
@@ -120,12 +135,13 @@ class CreditMixin(Host):
         with (
             record_calls(self, REWARDS, keep_arguments(calls)) as rewards,
             record_scores(self, entropy=entropy, hidden=hidden) as scores,
+            hear_feedback(self) as heard,
         ):
             output = super()._generate_and_score_completions(inputs)
         if setup.has_own_plan or self.args.ledger_every:
             check_text_only(output, "plan or ledger")
-        told = told_rows(self, *calls[-1])
-        self._credit_metrics = self._give_credit(output, rewards[-1], scores, more, told)
+        told, graded = told_rows(self, *calls[-1]), Graded(calls[-1][0], calls[-1][1], heard)
+        self._credit_metrics = self._give_credit(output, rewards[-1], scores, more, told, graded)
         _log(self, self._credit_metrics)
         self._credit_new = output
         return output
@@ -137,6 +153,7 @@ class CreditMixin(Host):
         scores: list[Scores],
         more: bool,
         told_N: list[Told] | None,
+        graded: Graded,
     ) -> dict[str, float]:
         """Our columns into TRL's dict, the credit as its advantages; the metrics."""
         setup, state, mask_NT = self.credit_setup, credit_state(self), loss_mask(output)
@@ -146,8 +163,11 @@ class CreditMixin(Host):
         self._credit_talks = told.talks if told else None
         output |= told.columns if told else {}
         live = live_rows(self, setup, mask_NT, told.sound(reward_N) if told else reward_N)
-        batch = token_batch(self, setup, output, reward_by_function, scores, live, more)
-        metrics = {"credit/left_out_frac": live.left_out_frac}
+        with self._credit_clock.time(self) if self.credit_teacher else nullcontext():
+            success_N = is_success(self, setup, reward_by_function)
+            taught, numbers = measure_teacher(self, output, graded, success_N, live)
+        batch = token_batch(self, setup, output, reward_by_function, scores, live, more, taught)
+        metrics = {"credit/left_out_frac": live.left_out_frac, **numbers}
         if batch is None:
             output |= no_columns(live, mask_NT)
         else:
@@ -191,6 +211,17 @@ class CreditMixin(Host):
             logp_NT, loss = results[-1][0], None
         self.credit_ledger.note(inputs, total, logp_NT, loss)
         return total
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """With the average of a teacher, if there is one."""
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial))
+            save_teacher(self.credit_teacher, folder / f"checkpoint-{self.state.global_step}")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        restore_teacher(self.credit_teacher, Path(resume_from_checkpoint))
 
     def _take_batch(self, output: dict[str, Any]) -> None:
         """Plan a new batch over all processes, and open the ledger where it is due."""
