@@ -28,6 +28,11 @@ ARGS = {
     "max_steps": 4,
     "gradient_accumulation_steps": 2,
 }
+SIBLINGS = {
+    "source": ["sibling"],
+    "template": {"sibling": "{demonstration} {prompt}"},
+    "model": "policy",
+}
 SCENARIOS = {
     "delta": {"method": "delta", "plan": "query_preserved"},
     "fade": {"method": "fade", "plan": "reward_balanced"},
@@ -42,6 +47,8 @@ SCENARIOS = {
     # rollouts without a reward: here and there, and all of the second process
     "ungraded": {"method": "ktae", "plan": "round_robin", "reward_funcs": "ungraded"},
     "half_ungraded": {"method": "reinforce_pp", "plan": "round_robin", "reward_funcs": "half"},
+    # successes differ by process, and with them the number of rollouts that have a teacher
+    "sdpo": {"method": "sdpo", "method_axes": {"credit": SIBLINGS}, "plan": "query_preserved"},
     "turns": {"method": "gigpo", "plan": "query_preserved", "ledger_every": 2, "has_turns": True},
 }
 

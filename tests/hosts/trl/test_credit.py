@@ -115,15 +115,7 @@ def test_presets_that_sample_more_are_refused(name, tmp_path):
         trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
 
 
-TAUGHT = ["opsd", "sdpo", "top_d"]
-
-
-@pytest.mark.parametrize("name", TAUGHT)
-def test_presets_with_a_teacher_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=f"the method '{name}' has a teacher, who scores each"):
-        trl_tiny.ours(tmp_path, args={"method": name} | ONE_STEP)
-
-
+TAUGHT = ["opsd", "sdpo", "top_d"]  # ``test_teacher``
 UNMEASURED = {"vimpo": "ref_kl_NT, the KL of whole distributions"}
 
 

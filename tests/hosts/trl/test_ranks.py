@@ -18,7 +18,7 @@ from helpers.trl_ranks import SCENARIOS, run
 
 pytestmark = pytest.mark.hosts
 SCRIPT = Path(__file__).parents[2] / "helpers" / "trl_ranks.py"
-SHARDED = ("delta", "dfpo_min", "fade", "ledger")
+SHARDED = ("delta", "dfpo_min", "fade", "ledger", "sdpo")
 
 
 def launched(out, names):
