@@ -427,7 +427,7 @@ def test_bf16(tmp_path, batches):
     trainer.train()
     batch, output, weights = batches[0]
     assert batch.teacher_logp_NT.dtype == torch.float32
-    assert_scored(batch, output, weights, with_solutions(output), atol=0.2)
+    assert_scored(batch, output, weights, with_solutions(output), atol=0.5)
     with pytest.raises(AssertionError, match="not close"):
         assert_scored(batch, output, weights, with_solutions(output))
 
