@@ -4,6 +4,7 @@ config.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
-from counterpoise.hosts.trl import CreditGRPOConfig
+from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
 from counterpoise.policy.load import load_model, locate
 from counterpoise.run.read import open_run
 from helpers import trl_acts, trl_tiny
@@ -56,7 +58,8 @@ def run_block(words, model, tokenizer, **settings):
     code = next(block for block in blocks(PAGE, "python") if words in block)
     settings = trl_tiny.SMALL | {"max_steps": 1} | settings
     names = {"model": model, "tokenizer": tokenizer, "settings": settings}
-    exec(code, names | {"data": trl_tiny.prompts()}, names)
+    classes = {"CreditGRPOConfig": CreditGRPOConfig, "CreditGRPOTrainer": CreditGRPOTrainer}
+    exec(code, names | classes | {"data": trl_tiny.prompts(), "Dataset": Dataset}, names)
     return names["trainer"]
 
 
@@ -66,6 +69,15 @@ def test_turns(tmp_path, monkeypatch):
     trainer = run_block("def play", trl_tiny.tiny_model(0), trl_tiny.tiny_tokenizer())
     credit_NT = trainer._buffered_inputs[0]["cp_credit"]
     assert (credit_NT[:, 2] == 0).all() and (credit_NT[:, 1] != credit_NT[:, 3]).any()
+
+
+def test_teachers(tmp_path, monkeypatch):
+    """Siblings, and feedback where there is none."""
+    monkeypatch.chdir(tmp_path)
+    trainer = run_block("log_extra(", trl_tiny.tiny_model(0), trl_tiny.tiny_tokenizer())
+    row = trainer.state.log_history[0]
+    assert row["teacher/sibling_frac"] + row["teacher/feedback_frac"] > 0.5
+    assert row["teacher/feedback_frac"] > 0
 
 
 def test_environments(tmp_path, monkeypatch):
@@ -153,6 +165,18 @@ def test_the_example_of_turns(tmp_path):
     run = open_run(tmp_path / "counterpoise")
     assert run.problems == []
     assert run.metrics["turns/mean"].iloc[0] > 1
+
+
+def test_the_example_of_a_teacher(tmp_path):
+    """Another model; as its text says, the first policy with the solution."""
+    small = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--logging_steps", "1"]
+    small += ["--max_completion_length", "24", "--save_strategy", "steps"]
+    taught = ["--method_axes", "{}", "--solution_column", "answer"]
+    for source, more in (("prompt", []), ("solution", taught)):
+        run_example("trl_teacher.py", [*small, *more, "--output_dir", str(tmp_path / source)])
+        state = json.loads((tmp_path / source / "checkpoint-1/trainer_state.json").read_text())
+        assert state["log_history"][0][f"teacher/{source}_frac"] == 1
+        assert state["log_history"][0]["loss"] != 0
 
 
 def test_the_example(tmp_path):

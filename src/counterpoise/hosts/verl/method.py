@@ -167,8 +167,8 @@ def trainer_trouble(setup: Setup) -> str | None:
     if setup.method.has_teacher:
         return (
             f"{PREFIX}{setup.method.name}: it has a teacher, who scores each rollout after another"
-            " prompt, and verl's workers score rollouts after their own prompts alone. Train"
-            " with counterpoise train."
+            " prompt. verl's workers score the rows of its queue, which hold rollouts after their"
+            f" own prompts, and counterpoise adds no rows to it. {ELSEWHERE}"
         )
     methods = [cp.method(name) for name in cp.methods()]
     others = [method.name for method in methods if method.rules and method.needs <= COLUMNS]
