@@ -79,6 +79,8 @@ def test_every_field_has_help():
         f.name for f in dataclasses.fields(trl.GRPOConfig)
     }
     assert own == {
+        "solution_column",
+        "feedback_column",
         "method",
         "method_axes",
         "plan",
