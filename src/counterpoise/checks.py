@@ -22,7 +22,7 @@ MAX_REWARD = 1e15  # squares and products of larger ones leave the range of floa
 # how far above 0 rounding may lift a log-prob
 LOGP_ROUNDING = 1e-3
 LOGPS = ("sampler_logp_NT", "trainer_logp_NT", "ref_logp_NT", "teacher_logp_NT")
-FLOAT_COLUMNS = ("entropy_NT", "ref_kl_NT", *LOGPS)
+FLOAT_COLUMNS = ("entropy_NT", "ref_kl_NT", "importance_NT", *LOGPS)
 
 
 def pad_rows(

@@ -49,6 +49,7 @@ COLUMNS = {
     "teacher_logp_NT": "score the rollouts with a teacher, after a prompt of its own",
     "has_teacher_N": "mark the rollouts that have a teacher",
     "ref_kl_NT": "KL(trainer || reference) over the vocabulary at each response token",
+    "importance_NT": "the influence of each token on the answer (policy.measure_importance)",
     "hidden_NTD": "the final normed hidden state that feeds the LM head at each response token",
     "topk_ids_NTK": "the ids of the K largest logits at each response token",
     "topk_logp_NTK": "the log-probs of the K largest logits at each response token",
@@ -59,6 +60,8 @@ COLUMNS = {
     "segment_NT": "the number of the segment that a token belongs to, -1 where it has none",
 }
 
+# optional columns that ``from_lists`` takes as ragged lists
+RAGGED = ("entropy", "trainer_logp", "ref_logp", "ref_kl", "importance", "teacher_logp")
 NUMBERED = ("turn_NT", "state_NU", "segment_NT")  # columns whose padding is -1
 
 
@@ -88,6 +91,7 @@ class TokenBatch:
         segment_NT: the stretch of a response that a token belongs to, counted from 0; -1 where it
             has none.
         value_NT: the reward to expect where a token's segment begins, one number per segment.
+        importance_NT: the influence of a token on the answer, below 0 where it has no score.
         extra: further columns for rules of your own, first axis N.
 
     The remaining columns are needed only by some rules; ``method.needs`` names them before any
@@ -114,6 +118,7 @@ class TokenBatch:
     teacher_logp_NT: Tensor | None = None
     has_teacher_N: Tensor | None = None
     ref_kl_NT: Tensor | None = None
+    importance_NT: Tensor | None = None
     hidden_NTD: Tensor | None = None
     topk_ids_NTK: Tensor | None = None
     topk_logp_NTK: Tensor | None = None
@@ -160,7 +165,7 @@ class TokenBatch:
         ragged = {"sampler_logp": sampler_logp}
         ragged |= {
             name: columns.pop(name)
-            for name in ("entropy", "trainer_logp", "ref_logp", "ref_kl", "teacher_logp")
+            for name in RAGGED
             if name in columns
         }
         return cls(

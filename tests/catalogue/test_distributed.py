@@ -126,6 +126,7 @@ def _batch(seed):
         trainer_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
         ref_logp_NT=sampler_logp_NT + 0.1 * draw(*shape),
         ref_kl_NT=draw(*shape).square(),
+        importance_NT=draw(*shape).abs() - 0.2,
         entropy_NT=entropy_NT,
         hidden_NTD=hidden_NTD,
         head_VD=head_VD,

@@ -45,6 +45,7 @@ NEUTRAL = [
     rules.negative_mass(factor=1.0),
     rules.negatives(mass=1.0, location=0.0),
     rules.surprisal_boost(boost=1.0, damp=1.0),
+    rules.answer_influence(quantile=0.0, beta=0.0),
     rules.even_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform),
     rules.keep_mass(rule=rules.uniform, per_side=True),
@@ -96,6 +97,7 @@ EVERY_RULE = [
     rules.tree_gain(),
     rules.teacher(),
     rules.proximal_teacher(alpha=0.3),
+    rules.answer_influence(quantile=0.6, beta=2.0),
     rules.even_mass(rule=rules.soften_negatives()),
     rules.keep_mass(rule=rules.top_entropy(fraction=0.4)),
     rules.keep_mass(rule=rules.conflict(), per_side=True),
@@ -113,7 +115,8 @@ def widened(batch, extra):
             [column, torch.full((column.shape[0], extra), rubbish, dtype=column.dtype)], dim=1
         )
 
-    floats = {name: wide(getattr(batch, name), math.nan) for name in ("entropy_NT", *LOGPS)}
+    names = ("entropy_NT", "importance_NT", *LOGPS)
+    floats = {name: wide(getattr(batch, name), math.nan) for name in names}
     return batch.replace(
         token_ids_NT=wide(batch.token_ids_NT, 77), mask_NT=wide(batch.mask_NT, False), **floats
     )
@@ -202,6 +205,7 @@ KEEPS_SIGN = (
     "surprisal_boost",
     "rare_uncertain",
     "only_improbable",
+    "answer_influence",
 )
 
 
@@ -280,6 +284,7 @@ def test_the_table_binds_builds_and_pickles():
         segment_NT=torch.tensor([[0, 1]] * 2),
         value_NT=torch.tensor([[0.5, 0.8], [0.5, 0.2]]).double(),
         teacher_logp_NT=batch.sampler_logp_NT,
+        importance_NT=-batch.sampler_logp_NT,
         has_teacher_N=torch.tensor([True, False]),
     )
     credit_NT = spread([1.0, -1.0], batch)
@@ -354,6 +359,7 @@ BAD = [
     (rules.whiten, {"eps": 0.0}, "eps must be a number > 0, got 0.0"),
     (rules.group_divergence, {"fraction": 0}, "fraction must be a number > 0 and <= 1, got 0"),
     (rules.group_divergence, {"topk": 0}, "topk must be a whole number >= 1 or None, got 0"),
+    (rules.answer_influence, {"quantile": 2}, "quantile must be a number >= 0 and <= 1, got 2"),
     (rules.even_mass, {"rule": None}, "even_mass: rule must be a credit rule"),
     (rules.keep_mass, {"rule": "top_entropy"}, "keep_mass: rule must be a credit rule"),
     (rules.only_positive, {"rule": None}, "only_positive: rule must be a credit rule"),

@@ -89,6 +89,8 @@ TWINS = [
     (rules.whiten(eps=1e-8), reference.whiten),
     (rules.whiten(eps=1e-4, size=0.5), reference.whiten),
     (rules.rare_uncertain(fraction=0.75), reference.rare_uncertain),
+    (rules.answer_influence(quantile=0.5, beta=1.0, floor=0.1), reference.answer_influence),
+    (rules.answer_influence(quantile=0.9, beta=2.5, floor=0.0), reference.answer_influence),
     (rules.teacher(source="solution"), reference.teacher),
     (rules.proximal_teacher(alpha=0.2), reference.proximal_teacher),
     (rules.proximal_teacher(alpha=0.7), reference.proximal_teacher),

@@ -78,6 +78,7 @@ def make_batch(rng: random.Random) -> TokenBatch:
         "trainer_logp_NT": _column(rng, num, width),
         "ref_logp_NT": _column(rng, num, width),
         "ref_kl_NT": -_column(rng, num, width),
+        "importance_NT": -_column(rng, num, width) - rng.choice((0, 1)),
         "hidden_NTD": torch.randn(num, width, 4, generator=generator) * rng.choice((0, 1, 1e4)),
         "topk_ids_NTK": torch.randint(0, 9, (num, width, 3), generator=generator),
         "topk_logp_NTK": -torch.rand(num, width, 3, generator=generator).sort().values,

@@ -91,6 +91,7 @@ RULES = {
     "teacher": Rule(keeps_sign=False),
     "proximal_teacher": Rule(keeps_sign=False),
     "implied_advantage": Rule({"beta": 0.1}, keeps_sign=False),
+    "answer_influence": Rule(keeps_mass=True),
     "keep_mass": Rule({"rule": "top_entropy"}, keeps_mass=True),
     "even_mass": Rule({"rule": "top_entropy"}),
     "only_positive": Rule({"rule": "top_entropy"}),

@@ -44,6 +44,7 @@ def make_batch(
         teacher_logp_NT=torch.where(mask_NT, teacher_NT.clamp(max=0), zero),
         has_teacher_N=torch.arange(n) % 5 > 0,
         ref_kl_NT=torch.where(mask_NT, noise[1].square() / 2, zero),
+        importance_NT=torch.where(mask_NT, noise[0].abs() - 0.05, zero),
         hidden_NTD=hidden_NTD,
         topk_ids_NTK=top.indices,
         topk_logp_NTK=top.values,

@@ -17,7 +17,7 @@ class Rollouts:
         self.group, self.reward = batch.group_N.tolist(), batch.reward_N.tolist()
         self.has_teacher = None if batch.has_teacher_N is None else batch.has_teacher_N.tolist()
         logps = ("sampler_logp", "trainer_logp", "ref_logp", "teacher_logp")
-        for name in ("token_ids", "entropy", "ref_kl", *logps):
+        for name in ("token_ids", "entropy", "ref_kl", "importance", *logps):
             column = getattr(batch, f"{name}_NT")
             rows = None if column is None else [row[:n] for row, n in zip(column.tolist(), lengths)]
             setattr(self, name, rows)
@@ -192,6 +192,28 @@ def divergence_from_group(r, candidates, i, t):
     pairs.append((max(0.0, 1 - sum(own.values())), max(0.0, 1 - sum(mean.values()))))
     total = math.fsum(p * math.log(p / ((a + b) / 2)) for a, b in pairs for p in (a, b) if p > 0)
     return total / 2 if total / 2 >= 1e-12 else 0.0
+
+
+def answer_influence(credit, r, quantile, beta, floor):
+    out = copy(credit)
+    for i, scores in enumerate(r.importance):
+        at = [t for t, score in enumerate(scores) if score >= 0]
+        logs = [math.log1p(scores[t]) for t in at]
+        if not logs or max(logs) - min(logs) <= 1e-8:
+            continue
+        scaled = [(x - min(logs)) / (max(logs) - min(logs)) for x in logs]
+        rank = quantile * (len(scaled) - 1)
+        low, high = (sorted(scaled)[place(rank)] for place in (math.floor, math.ceil))
+        tau = low + (rank - math.floor(rank)) * (high - low)
+        raw = [
+            max(x / tau, floor)
+            if x < tau
+            else 1 + beta * ((x - tau) / (1 - tau) if tau < 1 else 0)
+            for x in scaled
+        ]
+        for t, weight in zip(at, raw):
+            out[i][t] = credit[i][t] * weight * len(raw) / math.fsum(raw)
+    return out
 
 
 def teacher(credit, r, source):

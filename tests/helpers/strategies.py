@@ -24,8 +24,8 @@ def ragged_batches(
     interleaved.
 
     The small vocabulary makes shared prefixes, repeated tokens and identical rollouts common.
-    Entropy, trainer, reference and teacher log-probs (some rollouts lack a teacher) are there, on
-    coarse grids: ties are common and comparisons do not hang on the last bit. Structure, ids and
+    Entropy, trainer, reference and teacher log-probs (some rollouts lack a teacher) and importance
+    (some tokens lack a score) are there, on coarse grids: ties are common and comparisons do not hang on the last bit. Structure, ids and
     rewards shrink; the floating columns come from one drawn seed, which keeps the generation
     cheap."""
     sizes = draw(
@@ -52,6 +52,7 @@ def ragged_batches(
         trainer_logp=grid(400, -1 / 50),
         ref_logp=grid(400, -1 / 50),
         entropy=grid(100, 1 / 25),
+        importance=[[x - 0.2 for x in row] for row in grid(30, 1 / 25)],
         teacher_logp=grid(400, -1 / 50),
         has_teacher_N=torch.randint(3, (len(group),), generator=generator) > 0,
         dtype=dtype,

@@ -42,7 +42,7 @@ from counterpoise.trainer.loop import device_of
 
 KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
-UNSTACKED = frozenset({"ref_kl_NT"})  # columns that a stack does not measure
+UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
 BATCHES = 10  # batches of the control's way on which activity is measured
 
 

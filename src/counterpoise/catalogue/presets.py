@@ -280,6 +280,11 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "loss": [CLIP_HIGHER, "implied_value"],
         },
     ),
+    "oar": (
+        "Credit by each token's influence on the distribution of the answer.",
+        "arXiv 2601.07408",
+        {"credit": ["answer_influence"], "loss": CLIP, "reduction": "per_sequence"},
+    ),
     "clip_cov": (
         "Detaches a few tokens whose log-prob and advantage co-vary most.",
         "arXiv 2505.22617",

@@ -123,6 +123,7 @@ def _example(chosen: Method) -> TokenBatch:
         "teacher_logp_NT": torch.full((2, 3), -0.6),
         "has_teacher_N": torch.tensor([True, False]),
         "ref_kl_NT": torch.full((2, 3), 0.05),
+        "importance_NT": torch.tensor([[0.0, 0.3, -1.0], [0.2, 0.1, 0.4]]),
         "hidden_NTD": torch.randn(2, 3, 4, generator=gen),
         "topk_ids_NTK": torch.arange(3).expand(2, 3, 3),
         "topk_logp_NTK": torch.full((2, 3, 3), -1.2),

@@ -16,6 +16,7 @@ from counterpoise.credit.divergence import divergence_from_group, group_divergen
 from counterpoise.credit.edits import edits
 from counterpoise.credit.entropy import entropy_filter, spurious, top_entropy
 from counterpoise.credit.implied import implied_advantage
+from counterpoise.credit.influence import answer_influence
 from counterpoise.credit.mismatch import mismatch_weight
 from counterpoise.credit.negatives import (
     negative_mass,
@@ -73,6 +74,7 @@ RULES: dict[str, Stage] = {
     "teacher": teacher,
     "proximal_teacher": proximal_teacher,
     "implied_advantage": implied_advantage,
+    "answer_influence": answer_influence,
     "keep_mass": keep_mass,
     "even_mass": even_mass,
     "only_positive": only_positive,
@@ -82,6 +84,7 @@ RULES: dict[str, Stage] = {
 
 __all__ = [
     "RULES",
+    "answer_influence",
     "conflict",
     "covariance",
     "delta",
