@@ -1,5 +1,6 @@
 """A language model: load it, score tokens with it, measure the columns that rules need."""
 
+from counterpoise.policy.importance import measure_importance
 from counterpoise.policy.load import Policy, add_lora, encode_prompts, load_model, locate
 from counterpoise.policy.logp import logp_function, token_logp
 from counterpoise.policy.measure import MEASURED, REFERENCE, measure
@@ -16,5 +17,6 @@ __all__ = [
     "locate",
     "logp_function",
     "measure",
+    "measure_importance",
     "token_logp",
 ]

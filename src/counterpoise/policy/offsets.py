@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from counterpoise.text import shared_length
 
 
@@ -34,6 +37,26 @@ def token_at(tokenizer: Any, token_ids: Sequence[int], offset: int) -> int | Non
         return bisect_left(counts, offset + 1, key=num_settled) - 1
     last = bisect_left(counts, len(text), key=num_settled)
     return last if last < len(token_ids) else None
+
+
+def positions_at(
+    tokenizer: Any, token_ids_NT: Tensor, mask_NT: Tensor, offsets: Sequence[int | None]
+) -> Tensor:
+    """The position in each row of the token that completes a character of what the model wrote,
+    [N]; -1 where there is none (``token_at``).
+
+    Args:
+        mask_NT: True on tokens that the model wrote.
+        offsets: a character of ``decode`` of those tokens per row, or None.
+    """
+    out_N = torch.full_like(token_ids_NT[:, 0], -1)
+    for row, offset in enumerate(offsets):
+        position = mask_NT[row].nonzero()[:, 0]
+        ids = token_ids_NT[row, position].tolist()
+        token = None if offset is None else token_at(tokenizer, ids, offset)
+        if token is not None:
+            out_N[row] = position[token]
+    return out_N
 
 
 def tokens_from(

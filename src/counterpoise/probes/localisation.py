@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.policy import Policy
-from counterpoise.policy.offsets import token_at
+from counterpoise.policy.offsets import positions_at
 from counterpoise.probes.methods import assign, methods_of
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, means
 from counterpoise.probes.ranking import place
@@ -68,15 +68,10 @@ def first_error_tokens(policy: Policy, task: Task, rollouts: RolloutBatch) -> Te
     does not know.
     """
     batch, group = rollouts.batch, rollouts.batch.group_N.tolist()
-    out = torch.full_like(batch.group_N, -1)
-    for row, text in enumerate(rollouts.texts):
-        offset = first_error(task, rollouts.prompts[group[row]], text)
-        position = batch.mask_NT[row].nonzero()[:, 0]
-        ids = batch.token_ids_NT[row, position].tolist()
-        token = None if offset is None else token_at(policy.tokenizer, ids, offset)
-        if token is not None:
-            out[row] = position[token]
-    return out
+    offsets = [
+        first_error(task, rollouts.prompts[p], text) for p, text in zip(group, rollouts.texts)
+    ]
+    return positions_at(policy.tokenizer, batch.token_ids_NT, batch.mask_NT, offsets)
 
 
 def localise(

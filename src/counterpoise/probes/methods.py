@@ -15,13 +15,14 @@ from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.text import load_yaml
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
+from counterpoise.trainer.importance import score_tokens
 from counterpoise.trainer.loop import load_policy
 from counterpoise.trainer.teacher import Teacher, check_sources, load_teacher, measure_teacher
 from counterpoise.types import Credit, TokenBatch, cut_width
 
 ALL = "all"  # every preset that any batch will do for, those of plug-ins too
 # what neither the model nor a batch of rollouts alone can give
-APART = frozenset({"turn_score_NU", "value_NT", "teacher_logp_NT"})
+APART = frozenset({"turn_score_NU", "value_NT", "teacher_logp_NT", "importance_NT"})
 
 
 class Assigned(NamedTuple):
@@ -91,6 +92,9 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
         rollouts = measure_columns(scene.policy, method, scene.config, rollouts, reference)
         teacher = scene.teacher if is_own else first_teacher(scene, method)
         rollouts, _ = measure_teacher(teacher, scene.policy, method, scene.config, rollouts)
+        rollouts, _ = score_tokens(
+            scene.policy, method, scene.task, scene.config, rollouts, scene.batch_number
+        )
         credit = method.assign(
             rollouts.batch,
             scene.state.method if is_own else None,

@@ -26,6 +26,7 @@ from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import measure_columns, prompts_from
 from counterpoise.trainer.config import Config, load_config
+from counterpoise.trainer.importance import score_tokens
 from counterpoise.trainer.loop import load_policy, set_rate
 from counterpoise.trainer.teacher import Teacher, load_teacher, measure_teacher, saved_weights
 from counterpoise.trainer.update import adamw
@@ -103,6 +104,7 @@ def open_scene(run_dir: Path, batch_number: int, *, trust: bool = False) -> Scen
     )
     collected = measure_columns(policy, method, config, collected, reference)
     collected, _ = measure_teacher(teacher, policy, method, config, collected)
+    collected, _ = score_tokens(policy, method, task, config, collected, batch_number)
     credit = method.assign(
         collected.batch, state.method, seed=config.seed, batch_number=batch_number
     )

@@ -3,7 +3,8 @@
 A task has ``prompts(split, seed, start=0)``, an iterator whose item k depends on (split, seed, k)
 alone, and ``reward(prompt, text)``.
 ``train`` streams are endless. A task may also have ``first_error(prompt, text)``, the offset of the
-character at which an answer first goes wrong (see ``first_error``). ``grade`` (see ``graders``)
+character at which an answer first goes wrong (see ``first_error``), and ``answer_start(prompt,
+text)``, that at which the final answer begins (see ``answer_start``). ``grade`` (see ``graders``)
 runs rewards so that a hanging or raising one cannot stop a run; a reward may bring a text with it
 (``Reward``), which is kept with the rollout; a task whose reward is a few safe
 lines says so with ``is_trusted = True`` and is graded in the caller's process."""
@@ -19,10 +20,20 @@ from typing import Any, Protocol, runtime_checkable
 from counterpoise.errors import check_number, import_path, nearest
 from counterpoise.types import Prompt
 
-__all__ = ["FirstError", "Grades", "Reward", "Task", "WithReward", "first_error", "grade", "task"]
+__all__ = [
+    "Grades",
+    "Offset",
+    "Reward",
+    "Task",
+    "WithReward",
+    "answer_start",
+    "first_error",
+    "grade",
+    "task",
+]
 
-# (prompt, text) -> character offset, or None where the answer is right or the place is not known
-FirstError = Callable[[Prompt, str], "int | None"]
+# (prompt, text) -> character offset, or None where there is none or the place is not known
+Offset = Callable[[Prompt, str], "int | None"]
 
 # import paths, so that a task's own libraries are imported only when it is asked for
 BUILT_IN = {
@@ -77,9 +88,14 @@ class WithReward:
         return self.fn(prompt, text)
 
     @property
-    def first_error(self) -> FirstError:
+    def first_error(self) -> Offset:
         """The task's own, where it has one."""
         return self.task.first_error  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def answer_start(self) -> Offset:
+        """The task's own, where it has one."""
+        return self.task.answer_start  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_error(task: Task, prompt: Prompt, text: str) -> int | None:
@@ -93,12 +109,28 @@ def first_error(task: Task, prompt: Prompt, text: str) -> int | None:
     >>> first_error(sums, prompt, "Start with 7. Then 7 less 3 makes 5. So the answer is 5.")
     34
     """
-    find: FirstError | None = getattr(task, "first_error", None)
+    return _offset(task, "first_error", prompt, text)
+
+
+def answer_start(task: Task, prompt: Prompt, text: str) -> int | None:
+    """The character at which the final answer begins, as the task says it; None: there is no
+    answer, or the task does not tell.
+
+    >>> sums = task("arithmetic")
+    >>> text = "Start with 7. Then 7 less 3 makes 5. So the answer is 5."
+    >>> text[answer_start(sums, Prompt("", "What is 7 - 3?", "4"), text) :]
+    '5.'
+    """
+    return _offset(task, "answer_start", prompt, text)
+
+
+def _offset(task: Task, name: str, prompt: Prompt, text: str) -> int | None:
+    find: Offset | None = getattr(task, name, None)
     offset = find(prompt, text) if find else None
     is_offset = isinstance(offset, int) and not isinstance(offset, bool)
     if offset is not None and not (is_offset and 0 <= offset <= len(text)):
         raise ValueError(
-            f"task {type(task).__name__}: first_error gave {offset!r} for a text of {len(text)}"
+            f"task {type(task).__name__}: {name} gave {offset!r} for a text of {len(text)}"
             " characters. Expected an offset from 0 to that length, or None."
         )
     return offset

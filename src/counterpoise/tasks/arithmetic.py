@@ -148,6 +148,11 @@ class Arithmetic:
                 return None if is_right(prompt, text) else _end_of_answer(text, atom)
         return len(text) if atoms else None
 
+    def answer_start(self, prompt: Prompt, text: str) -> int | None:
+        """Where the number of the closing sentence begins, right or wrong; None without one."""
+        closing = _CLOSING.search(text)
+        return closing.start(1) if closing else None
+
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
         """A right worked answer in the task's style."""
         if self.style == "free":

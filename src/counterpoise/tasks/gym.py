@@ -113,6 +113,11 @@ class Gym:
         score = self._dataset.score_answer(final_answer(text), prompt.meta["entry"])
         return float(score) if self.threshold is None else float(score >= self.threshold)
 
+    def answer_start(self, prompt: Prompt, text: str) -> int | None:
+        """Where the text of the last ``<answer>`` tag begins; None without one."""
+        tags = list(_ANSWER.finditer(text))
+        return tags[-1].start(1) if tags else None
+
     def _prompt(self, split: str, seed: int, position: int) -> Prompt:
         rng = random.Random(f"gym/{self.name}/{split}/{seed}/{position}")
         for _ in range(MAX_DRAWS):

@@ -24,6 +24,16 @@ from counterpoise.types import Prompt
 
 SPLITS = ("train", "test")
 
+# where an answer stands, best first, as math-verify looks for it: boxed, announced, the last number
+_PLACES = [
+    re.compile(pattern)
+    for pattern in (
+        r"\\boxed\s*\{\s*()",
+        r"(?i)(?:answer\s*(?:is|:)|####)[\s:$]*()\S",
+        r"()-?\$?\d[\d,]*(?:[./]\d+)?",
+    )
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Jsonl:
@@ -95,6 +105,15 @@ class Jsonl:
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if math-verify finds an answer in the text that equals the file's, else 0.0."""
         return float(equal_answers(prompt.answer, text))
+
+    def answer_start(self, prompt: Prompt, text: str) -> int | None:
+        """Where the last boxed answer begins, else the last announced one (``answer is``,
+        ``####``), else the last number; None without any.
+        """
+        for place in _PLACES:
+            if matches := list(place.finditer(text)):
+                return matches[-1].start(1)
+        return None
 
     def _split_rows(self, split: str) -> list[Prompt]:
         if self.test_path is not None:

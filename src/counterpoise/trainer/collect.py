@@ -26,7 +26,8 @@ from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
 from counterpoise.types import Prompt, TokenBatch
 
-TAUGHT = {"teacher_logp_NT", "has_teacher_N"}  # ``trainer.teacher`` measures them
+# ``trainer.teacher`` and ``trainer.importance`` measure them
+APART = {"teacher_logp_NT", "has_teacher_N", "importance_NT"}
 SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
 VALUE = "value_NT"  # what completions measure
 
@@ -140,7 +141,7 @@ def measure_columns(
     not give them.
     """
     batch = collected.batch
-    needs = (method.needs - TAUGHT) | also
+    needs = (method.needs - APART) | also
     missing = {name for name in needs if getattr(batch, name, None) is None}
     check_scores(method, SCORE not in missing)
     if VALUE in missing:

@@ -38,6 +38,7 @@ from counterpoise.trainer.collect import (
 )
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.evaluate import eval_metrics, evaluate
+from counterpoise.trainer.importance import check_answers, score_tokens
 from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics, sampling_metrics
 from counterpoise.trainer.progress import Clock, Progress
@@ -109,6 +110,7 @@ def train(
     check_forks(config, is_environment(task))
     check_grader(task, config)
     check_sources(method, task, config)
+    check_answers(method, task, config.task["name"])
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
@@ -169,6 +171,9 @@ def train_policy(
             collected, taught = measure_teacher(teacher, policy, method, config, collected)
             if teacher:
                 clock.mark("teacher_s")
+            collected, scored = score_tokens(policy, method, task, config, collected, batch_number)
+            if scored:
+                clock.mark("importance_s")
 
             with said_by_us():
                 credit = method.assign(
@@ -209,6 +214,7 @@ def train_policy(
                 "reward/flat_batches": num_flat,
                 **sampling_metrics(method, sampler, collected.batch, plan),
                 **taught,
+                **scored,
                 **ledger.metrics,
             }
             warnings = batch_warnings(collected, credit, metrics, config.success)

@@ -123,12 +123,13 @@ class Clock:
         self.seconds[name], self._last = now - self._last, now
 
     def row(self, num_tokens: int, more_s: float) -> dict[str, float]:
-        """Seconds, those of sampling more apart, tokens sampled per second, and the share of a
-        teacher if there is one.
+        """Seconds, those of sampling more apart, tokens sampled per second, and the shares of a
+        teacher and of importance scores where there are any.
         """
         speed = num_tokens / max(self.seconds["sample_s"] - more_s, 1e-9)
         row = {**self.seconds, "sample_tokens_per_s": speed}
         row |= {"sample_more_s": more_s} if more_s else {}
-        if "teacher_s" in row:
-            row["teacher_share"] = row["teacher_s"] / sum(self.seconds.values())
+        for name in ("teacher", "importance"):
+            if f"{name}_s" in row:
+                row[f"{name}_share"] = row[f"{name}_s"] / sum(self.seconds.values())
         return row

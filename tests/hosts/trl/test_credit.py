@@ -116,7 +116,10 @@ def test_presets_that_sample_more_are_refused(name, tmp_path):
 
 
 TAUGHT = ["opsd", "sdpo", "top_d"]  # ``test_teacher``
-UNMEASURED = {"vimpo": "ref_kl_NT, the KL of whole distributions"}
+UNMEASURED = {
+    "vimpo": "ref_kl_NT, the KL of whole distributions",
+    "oar": "importance_NT, the influence of tokens on the answer",
+}
 
 
 @pytest.mark.parametrize("name", UNMEASURED)

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from counterpoise.hosts.trl.trainer import CreditMixin
 
 SUPPORTED = ">= 1.9, != 1.15.0"
+# columns that TRL cannot give, and why
+UNMEASURED = {
+    "ref_kl_NT": "the KL of whole distributions, and TRL has the reference's log-probs of sampled"
+    " tokens alone",
+    "importance_NT": "the influence of tokens on the answer, and TRL does not know where an answer"
+    " begins",
+}
 HOOKS = ("_generate_and_score_completions", "_prepare_inputs", "_compute_loss")
 
 
@@ -65,7 +72,7 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
             f"success_reward: no reward function {named!r}."
             f" {nearest(named, trainer.reward_func_names)}"
         )
-    _check_reference(setup)
+    _check_columns(setup)
     if not setup.is_uniform or setup.has_own_plan or args.ledger_every:
         _check_groups(trainer)
         _check_parallelism(trainer)
@@ -81,12 +88,12 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
         _check_head(trainer)
 
 
-def _check_reference(setup: Setup) -> None:
-    if "ref_kl_NT" in setup.method.needs:
-        raise ValueError(
-            f"the method {setup.method.name!r} reads ref_kl_NT, the KL of whole distributions, and"
-            " TRL has the reference's log-probs of sampled tokens alone. Use counterpoise train."
-        )
+def _check_columns(setup: Setup) -> None:
+    for name, why in UNMEASURED.items():
+        if name in setup.method.needs:
+            raise ValueError(
+                f"the method {setup.method.name!r} reads {name}, {why}. Use counterpoise train."
+            )
 
 
 def _check_head(trainer: CreditMixin) -> None:

@@ -192,6 +192,12 @@ def forward_of(scene: Scene, methods: Mapping[str, Method]) -> Forward:
             f"gradient: {taught[0]} has a teacher, and this probe samples batches that no teacher"
             " has read. Take methods without one."
         )
+    scored = [label for label, method in methods.items() if "importance_NT" in method.needs]
+    if scored:
+        raise ValueError(
+            f"gradient: {scored[0]} reads importance_NT, which this probe does not measure in the"
+            " batches that it samples. Take other methods."
+        )
     reference, model = scene.reference, scene.policy.model
     if reference is None and any(method.needs & REFERENCE for method in methods.values()):
         reference = load_model(scene.config.model, dtype=torch.float32, device=model.device).model
