@@ -135,14 +135,14 @@ def spans(mask_NT: Tensor, answer_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_noise(like: Tensor, rows: Sequence[int], counts: Sequence[int], seed: int) -> Tensor:
     """Standard normal numbers, [K, D], ``counts`` of them per row; those of a row depend on (seed,
-    row) alone.
+    row) alone, and are the same in every precision.
     """
     parts = []
     for row, num in zip(rows, counts):
         generator = torch.Generator(like.device).manual_seed(derived_seed(seed, row, "noise"))
         size = (num, like.shape[1])
-        parts.append(torch.randn(size, generator=generator, dtype=like.dtype, device=like.device))
-    return torch.cat(parts)
+        parts.append(torch.randn(size, generator=generator, device=like.device))
+    return torch.cat(parts).to(like.dtype)
 
 
 def input_places(rows: Packed, row_K: Tensor, column_K: Tensor) -> Tensor:
