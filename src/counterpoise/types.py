@@ -163,11 +163,7 @@ class TokenBatch:
         width = max(lengths, default=0)
         mask_NT = torch.arange(width) < torch.tensor(lengths).reshape(-1, 1)
         ragged = {"sampler_logp": sampler_logp}
-        ragged |= {
-            name: columns.pop(name)
-            for name in RAGGED
-            if name in columns
-        }
+        ragged |= {name: columns.pop(name) for name in RAGGED if name in columns}
         return cls(
             token_ids_NT=pad_rows(token_ids, lengths, width, torch.long, "token_ids"),
             mask_NT=mask_NT,

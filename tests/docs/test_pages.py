@@ -73,7 +73,7 @@ def test_the_guide_to_your_own_task(tmp_path, monkeypatch):
             printed = run_python(code, {})
             assert [line.split()[-2:] for line in printed.splitlines()] == [["1.0", "0.0"]] * 3
     from counterpoise import Prompt
-    from counterpoise.tasks import first_error, task
+    from counterpoise.tasks import answer_start, first_error, task
 
     prompt = next(iter(task("arithmetic").prompts("train", 0)))
     graded = task("arithmetic", reward="my_rewards:short_and_right")
@@ -81,6 +81,8 @@ def test_the_guide_to_your_own_task(tmp_path, monkeypatch):
     traced = task("my_traced_task:Traced")
     answer = Prompt("", "Write abcd backwards.", "dcba")
     assert [first_error(traced, answer, text) for text in ("dcab", "dc", "dcba")] == [2, 2, None]
+    answering = task("my_answering_task:Answering")
+    assert [answer_start(answering, answer, text) for text in ("It is dcab", " ")] == [6, None]
 
 
 def test_the_guide_to_environments(tmp_path, monkeypatch):

@@ -206,9 +206,7 @@ def answer_influence(credit, r, quantile, beta, floor):
         low, high = (sorted(scaled)[place(rank)] for place in (math.floor, math.ceil))
         tau = low + (rank - math.floor(rank)) * (high - low)
         raw = [
-            max(x / tau, floor)
-            if x < tau
-            else 1 + beta * ((x - tau) / (1 - tau) if tau < 1 else 0)
+            max(x / tau, floor) if x < tau else 1 + beta * ((x - tau) / (1 - tau) if tau < 1 else 0)
             for x in scaled
         ]
         for t, weight in zip(at, raw):

@@ -25,9 +25,9 @@ def ragged_batches(
 
     The small vocabulary makes shared prefixes, repeated tokens and identical rollouts common.
     Entropy, trainer, reference and teacher log-probs (some rollouts lack a teacher) and importance
-    (some tokens lack a score) are there, on coarse grids: ties are common and comparisons do not hang on the last bit. Structure, ids and
-    rewards shrink; the floating columns come from one drawn seed, which keeps the generation
-    cheap."""
+    (some tokens lack a score) are there, on coarse grids: ties are common and comparisons do not
+    hang on the last bit. Structure, ids and rewards shrink; the floating columns come from one
+    drawn seed, which keeps the generation cheap."""
     sizes = draw(
         st.lists(st.integers(min_group_size, max_group_size), min_size=1, max_size=max_groups)
     )

@@ -166,9 +166,7 @@ class _Read(NamedTuple):
 
 
 @contextmanager
-def reading_noise(
-    embedding: nn.Module, place_K: Tensor, noise_KD: Tensor
-) -> Iterator[list[_Read]]:
+def reading_noise(embedding: nn.Module, place_K: Tensor, noise_KD: Tensor) -> Iterator[list[_Read]]:
     """Embeddings are read with noise inside the block, and what was read is listed: leaves of the
     graph.
     """
