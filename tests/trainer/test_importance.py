@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import counterpoise as cp
 from counterpoise.policy import load_model, measure_importance
+from counterpoise.probes.gradient import forward_of
 from counterpoise.probes.methods import methods_of
 from counterpoise.probes.scene import open_scene
 from counterpoise.run.read import read_jsonl
@@ -138,3 +140,9 @@ def test_a_task_that_does_not_say_where_answers_begin_is_refused(tmp_path):
 def test_all_methods_of_a_probe_leave_it_out_and_its_name_does_not():
     assert "oar" not in methods_of("all")
     assert list(methods_of("oar")) == ["oar"]
+
+
+def test_the_probe_of_gradients_refuses_it():
+    scene: Any = None  # it is not looked at
+    with pytest.raises(ValueError, match="gradient: oar reads importance_NT, which this probe"):
+        forward_of(scene, methods_of("oar"))

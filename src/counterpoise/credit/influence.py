@@ -99,7 +99,7 @@ def answer_influence(
     ...     importance=[[0.0, 0.3, 2.0, -1.0]],
     ... )
     >>> answer_influence(torch.ones(1, 4), batch)
-    tensor([[0.0323, 0.9677, 2.0000, 1.0000]])
+    tensor([[0.0968, 0.9677, 1.9355, 1.0000]])
     """
     check_number("answer_influence", least=0, most=1, quantile=quantile)
     check_number("answer_influence", least=0, beta=beta)

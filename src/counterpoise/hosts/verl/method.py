@@ -29,6 +29,8 @@ PREFIX = "counterpoise/"
 MODES = ("sync", "colocate_async", "separate_async")
 SETTINGS = ("advantage", "credit", "plan", "controller", "seed", "success", "turns")
 ELSEWHERE = "Use counterpoise.hosts.trl or counterpoise train."
+# columns that TRL does not give either
+NOWHERE = frozenset({"ref_kl_NT", "importance_NT"})
 # columns that verl's queue holds after it has scored the rollouts
 COLUMNS = frozenset({"entropy_NT", "trainer_logp_NT", "ref_logp_NT"})
 # columns that an agent loop may give
@@ -170,11 +172,12 @@ def trainer_trouble(setup: Setup) -> str | None:
             " prompt. verl's workers score the rows of its queue, which hold rollouts after their"
             f" own prompts, and counterpoise adds no rows to it. {ELSEWHERE}"
         )
+    instead = "Use counterpoise train." if NOWHERE & set(missing) else ELSEWHERE
     methods = [cp.method(name) for name in cp.methods()]
     others = [method.name for method in methods if method.rules and method.needs <= COLUMNS]
     return (
         f"{PREFIX}{setup.method.name}: its credit reads {', '.join(missing)}, and verl's workers"
-        f" send back log-probs and entropies alone. {ELSEWHERE} Methods whose credit works in verl:"
+        f" send back log-probs and entropies alone. {instead} Methods whose credit works in verl:"
         f" {', '.join(others)}."
     )
 
