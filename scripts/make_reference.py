@@ -155,6 +155,9 @@ def columns_page() -> str:
         column_table(schema.TOKEN_COLUMNS),
         "Where rollouts have turns:",
         column_table(schema.TOKEN_TURN_COLUMNS),
+        "Where something was measured for the method's rules (`vine_ppo`, `spo_chain`; teachers;"
+        " `oar`):",
+        column_table(schema.TOKEN_READ_COLUMNS),
         f"Further columns `{schema.PART_PREFIX}<axis>_<class>`, for example `part_sign_positive`,"
         " hold the part of the predicted change that each class of tokens brought.\n"
         f"`{schema.PART_PREFIX}<axis>_rest` is what the optimizer's memory (momentum, weight decay)"

@@ -91,9 +91,28 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         columns["sampler_gap"] = batch.trainer_logp_NT - batch.sampler_logp_NT
     if batch.turn_NT is not None:
         columns |= {"turn": batch.turn_NT, "turn_advantage": advantage_NT}
-    return {
-        name: value.cpu().expand_as(mask_NT)[mask_NT].numpy() for name, value in columns.items()
+    flat = {name: value.cpu().expand_as(mask_NT)[mask_NT] for name, value in columns.items()}
+    read = {name: value.cpu()[mask_NT] for name, value in _read(batch).items()}
+    return {name: value.numpy() for name, value in flat.items()} | {
+        name: _numbers(value) for name, value in read.items()
     }
+
+
+def _read(batch: TokenBatch) -> dict[str, Tensor]:
+    """What was measured for the method's rules, NaN where there is nothing."""
+    columns = {}
+    if batch.value_NT is not None:
+        columns["value"] = batch.value_NT
+    if batch.teacher_logp_NT is not None:
+        gap_NT = batch.teacher_logp_NT - batch.sampler_logp_NT
+        has_N = batch.has_teacher_N
+        columns["teacher_gap"] = (
+            gap_NT if has_N is None else gap_NT.where(has_N[:, None], torch.nan)
+        )
+    if batch.importance_NT is not None:
+        score_NT = batch.importance_NT
+        columns["importance"] = score_NT.where(score_NT >= 0, torch.nan)
+    return columns
 
 
 def _shared(facts: Facts, mask_NT: Tensor) -> dict[str, Any]:

@@ -192,6 +192,12 @@ TOKEN_TURN_COLUMNS = {
     "turn": "the turn in which the model wrote the token, counted from 0",
     "turn_advantage": "the advantage of that turn, whose sign is `sign`",
 }
+# and beside them what the method's rules read, where it was measured for them
+TOKEN_READ_COLUMNS = {
+    "value": "mean reward of fresh completions from where the token's segment begins",
+    "teacher_gap": "teacher - sampler log-prob; null where the rollout has no teacher",
+    "importance": "the token's influence on the answer; null where it has none",
+}
 # further columns part_<axis>_<class>, e.g. part_sign_positive: the class's part of the predicted
 # change; part_<axis>_rest: what the optimizer's memory (momentum, weight decay) brought. The parts
 # of an axis add up to predicted.

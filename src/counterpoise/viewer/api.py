@@ -14,16 +14,31 @@ import numpy as np
 from counterpoise.report.runs import eval_series, final_of, method_name, seed_of
 from counterpoise.run import parquet
 from counterpoise.run.read import RunFolder, batch_files
-from counterpoise.run.schema import PART_PREFIX, ROLLOUT_COLUMNS, TOKEN_COLUMNS, TOKEN_TURN_COLUMNS
+from counterpoise.run.schema import (
+    PART_PREFIX,
+    ROLLOUT_COLUMNS,
+    TOKEN_COLUMNS,
+    TOKEN_READ_COLUMNS,
+    TOKEN_TURN_COLUMNS,
+)
 from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
 from counterpoise.viewer.turns import has_turns
 
 DIVERGING = (
     *("credit", "delta", "predicted", "own_head", "own", "others", "coef"),
-    *("advantage", "turn_advantage", "sampler_gap"),
+    *("advantage", "turn_advantage", "sampler_gap", "teacher_gap"),
 )
-SEQUENTIAL = ("weight", "entropy", "confidence", "cancellation", "ratio", "kl")
+SEQUENTIAL = (
+    "weight",
+    "entropy",
+    "confidence",
+    "cancellation",
+    "ratio",
+    "kl",
+    "value",
+    "importance",
+)
 QUANTILE = 0.98  # colours saturate there
 PACKED = {"float32": "float32", "float64": "float64", "int32": "int32", "int64": "float64"}
 
@@ -42,7 +57,7 @@ def run_info(run: RunFolder) -> dict[str, Any]:
             for batch in sorted(with_tokens.union(run.batches("rollouts")))
         ],
         "evals": run.batches("evals"),
-        "descriptions": ROLLOUT_COLUMNS | TOKEN_COLUMNS | TOKEN_TURN_COLUMNS,
+        "descriptions": (ROLLOUT_COLUMNS | TOKEN_COLUMNS | TOKEN_TURN_COLUMNS | TOKEN_READ_COLUMNS),
         "problems": list(run.problems),
     }
 

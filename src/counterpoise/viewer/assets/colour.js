@@ -10,11 +10,13 @@ export const LABELS = {
   is_flip: "flip", is_clipped: "clipped", loss_mask: "in the loss", noise_floor: "noise floor", update: "update",
   node_positive: "rollouts here, positive", node_negative: "rollouts here, negative", node: "shared-node id", is_fully_shared: "shared by all rollouts",
   is_fork: "fork of good and bad", kl: "KL after || before",
+  value: "value before the segment", teacher_gap: "gap: teacher minus sampler", importance: "influence on the answer",
 };
 const CHANGES = { boosted: "d-p5", suppressed: "d-n5", unchanged: "d-0" };
 // what belongs together in the list of colours, the most asked for first
 const FAMILIES = [
   ["Credit", ["credit", "weight", "turn_advantage", "advantage", "coef"]],
+  ["What the rule read", ["value", "teacher_gap", "importance"]],
   ["Change", ["delta", "change", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Policy", ["entropy", "confidence", "ratio", "sampler_gap"]],
   ["Token", ["category"]],

@@ -7,6 +7,7 @@ import { signOf, turnAt } from "./turns.js";
 const SVG = "http://www.w3.org/2000/svg";
 const SECTIONS = [
   ["Credit", ["reward", "advantage", "turn", "turn_advantage", "sign", "weight", "credit", "coef", "scale", "is_clipped", "loss_mask", "update"]],
+  ["What the rule read", ["value", "teacher_gap", "importance"]],
   ["Policy", ["confidence", "entropy", "sampler_logp", "sampler_gap", "trainer_logp", "trainer_logp_after", "ratio"]],
   ["Change", ["delta", "noise_floor", "change", "is_flip", "predicted", "own", "others", "own_head", "cancellation", "kl"]],
   ["Token", ["category", "node_positive", "node_negative", "is_fully_shared", "is_fork", "node", "token_id", "position"]],
