@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from counterpoise.cli import main
 from counterpoise.cli.show import program
 
 
@@ -46,3 +49,23 @@ def test_python_m(monkeypatch, tmp_path):
     assert program() == f"{sys.executable} -m counterpoise"
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert program() == "python -m counterpoise"
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
+    before, after, monkeypatch, capsys
+):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if before:
+        monkeypatch.setenv("OMP_WAIT_POLICY", before)
+    monkeypatch.setattr(sys, "argv", ["counterpoise", "--version"])
+    main()
+    assert capsys.readouterr().out and os.environ["OMP_WAIT_POLICY"] == after
+
+
+def test_torch_is_not_there_before_it_is_said():
+    """The policy is read when torch loads."""
+    asked = "import sys; from counterpoise.cli import main; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from counterpoise.maths.intervals import over_prompts
-from counterpoise.trainer.evaluate import difference, pass_at_k, powers_of_two
+from counterpoise.trainer.evaluate import difference, held_out, pass_at_k, powers_of_two
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets():
@@ -49,6 +49,22 @@ def test_paired_difference_is_narrower_than_two_intervals():
     assert high - low < whole.high - whole.low
     with pytest.raises(ValueError, match="same prompts"):
         difference(a, b[:10])
+
+
+def test_a_run_s_gain_is_over_the_same_prompts():
+    def row(*rewards):
+        mean = sum(rewards) / len(rewards)
+        accuracy = {"eval/accuracy": mean, "eval/accuracy_low": 0.0, "eval/accuracy_high": 1.0}
+        return accuracy | {"reward_PK": [[reward] for reward in rewards]}
+
+    before, after = [0.0, 1.0] * 20, [0.0, 1.0] * 15 + [1.0] * 10
+    first, last, gain = held_out([row(*before), row(*before[::-1]), row(*after)])
+    assert first is not None and last is not None and gain is not None
+    assert (first.mean, last.mean, gain.mean) == (0.5, 0.625, pytest.approx(0.125))
+    assert 0 < gain.low < 0.125 < gain.high <= 0.25
+    assert held_out([]) == (None, None, None)
+    assert held_out([row(*before)]).gain is None
+    assert held_out([row(*before), row(*after[:-1])]).gain is None  # other prompts
 
 
 def test_powers_of_two():

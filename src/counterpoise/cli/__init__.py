@@ -37,6 +37,9 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of ``counterpoise``."""
+    # read when torch loads: its threads sleep while they wait for each other. Those that spin made
+    # a batch nine times slower on a busy machine, and no faster on a calm one
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         dispatch(sys.argv[1:])
         sys.stdout.flush()

@@ -64,7 +64,7 @@ def summary(result: Result, command: list[str]) -> str:
     Args:
         command: what the run was started with, without --fresh and --resume.
     """
-    from counterpoise.text import percent
+    from counterpoise.text import percent, points
 
     lines = []
     if result.first and result.last:
@@ -73,6 +73,8 @@ def summary(result: Result, command: list[str]) -> str:
             f"held-out accuracy: {first} before, {last} after {result.batch_number} batches"
             " (95% bootstrap intervals over prompts)"
         )
+    if result.gain:
+        lines.append(f"on the same prompts: {points(*result.gain)} points")
     if not result.is_finished:
         lines.append(
             f"stopped after {result.batch_number} batches; continue with:"

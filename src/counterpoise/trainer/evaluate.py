@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,6 +189,27 @@ def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) 
             " needs the same prompts."
         )
     return paired_bootstrap(reward_a_PK.mean(1), reward_b_PK.mean(1), seed).difference
+
+
+class HeldOut(NamedTuple):
+    """Held-out accuracies of a run, None where evaluation is off. ``gain`` is last - first over the
+    same prompts, None where they are others or there is one evaluation alone.
+    """
+
+    first: Interval | None = None
+    last: Interval | None = None
+    gain: Interval | None = None
+
+
+def held_out(rows: Sequence[Mapping[str, Any]]) -> HeldOut:
+    """What the rows of ``evals.jsonl`` amount to."""
+    if not rows:
+        return HeldOut()
+    keys = "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"
+    first, last = (Interval(*(row[key] for key in keys)) for row in (rows[0], rows[-1]))
+    before, after = (np.array(row.get("reward_PK") or []) for row in (rows[0], rows[-1]))
+    is_paired = len(rows) > 1 and before.ndim == 2 and len(before) == len(after)
+    return HeldOut(first, last, difference(before, after) if is_paired else None)
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:

@@ -37,7 +37,7 @@ from counterpoise.trainer.collect import (
     measure_columns,
 )
 from counterpoise.trainer.config import Config, ConfigError
-from counterpoise.trainer.evaluate import eval_metrics, evaluate
+from counterpoise.trainer.evaluate import eval_metrics, evaluate, held_out
 from counterpoise.trainer.importance import check_answers, score_tokens
 from counterpoise.trainer.interrupt import stop_requests
 from counterpoise.trainer.metrics import batch_metrics, sampling_metrics
@@ -70,16 +70,14 @@ from counterpoise.types import Credit
 
 
 class Result(NamedTuple):
-    """How a run ended.
-
-    ``first`` and ``last`` are held-out accuracies, None where evaluation is off.
-    """
+    """How a run ended; the last three as in ``HeldOut``."""
 
     run_dir: Path
     batch_number: int
     is_finished: bool
     first: Interval | None
     last: Interval | None
+    gain: Interval | None
 
 
 def train(
@@ -249,14 +247,9 @@ def train_policy(
             progress.show(batch_number, metrics, clock.seconds)
     for tracker in trackers:
         tracker.close()
-    accuracies = [
-        Interval(row["eval/accuracy"], row["eval/accuracy_low"], row["eval/accuracy_high"])
-        for row in read_jsonl(run_dir / "evals.jsonl")
-    ]
-    first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
-    return Result(
-        run_dir, state.batch_number, state.batch_number == config.num_batches, first, last
-    )
+    is_finished = state.batch_number == config.num_batches
+    accuracies = held_out(read_jsonl(run_dir / "evals.jsonl"))
+    return Result(run_dir, state.batch_number, is_finished, *accuracies)
 
 
 def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
