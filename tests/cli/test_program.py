@@ -51,17 +51,21 @@ def test_python_m(monkeypatch, tmp_path):
     assert program() == "python -m counterpoise"
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+@pytest.mark.parametrize(
+    ("own", "after"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
-    before, after, monkeypatch, capsys
+    own, after, monkeypatch, capsys
 ):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    if before:
-        monkeypatch.setenv("OMP_WAIT_POLICY", before)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that the end of the test puts back what was there
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["counterpoise", "--version"])
     main()
-    assert capsys.readouterr().out and os.environ["OMP_WAIT_POLICY"] == after
+    assert capsys.readouterr().out and os.environ.get("GOMP_SPINCOUNT") == after
 
 
 def test_torch_is_not_there_before_it_is_said():

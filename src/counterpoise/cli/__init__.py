@@ -37,9 +37,10 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of ``counterpoise``."""
-    # read when torch loads: its threads sleep while they wait for each other. Those that spin made
-    # a batch nine times slower on a busy machine, and no faster on a calm one
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # read when torch loads: its threads spin a little for each other and then sleep. Those that
+    # only spin made a batch several times slower on a busy machine (docs/results/performance.md)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         dispatch(sys.argv[1:])
         sys.stdout.flush()
