@@ -15,14 +15,8 @@ import counterpoise as cp
 from counterpoise.cli import run_command
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes import open_scene
-from counterpoise.probes.gradient import (
-    compare_gradients,
-    figure,
-    fresh_batch,
-    probe,
-    sheet,
-    summarise,
-)
+from counterpoise.probes.fresh import Forward, fresh_batch, with_columns
+from counterpoise.probes.gradient import compare_gradients, figure, probe, sheet, summarise
 from counterpoise.probes.gradient.cosines import (
     Products,
     cosines_of_mean,
@@ -35,7 +29,6 @@ from counterpoise.probes.gradient.cosines import (
 )
 from counterpoise.probes.gradient.truth import PLAIN
 from counterpoise.probes.gradient.vectors import (
-    Forward,
     adamw_step,
     coefficients,
     gradients,
@@ -44,7 +37,6 @@ from counterpoise.probes.gradient.vectors import (
     parameters_of,
     sketch,
     sketch_signs,
-    with_columns,
 )
 from counterpoise.probes.output import Output
 from counterpoise.trainer.update import accumulate_gradients, prepare_rows
@@ -257,8 +249,8 @@ def test_own_batches_from_python(scene) -> None:
     methods = {name: cp.method(name) for name in ("dr_grpo", "nsr")}
     numbers = compare_gradients(
         scene.policy.model,
-        truth=(fresh_batch(scene, "truth", 0, k, 12) for k in range(4)),
-        batches=[fresh_batch(scene, "batches", 0, k, 12) for k in range(3)],
+        truth=(fresh_batch(scene, "gradient/truth", 0, k, 12) for k in range(4)),
+        batches=[fresh_batch(scene, "gradient/batches", 0, k, 12) for k in range(3)],
         methods=methods,
     )
     assert set(numbers["gradient"]) == set(methods) and "adamw" not in numbers
@@ -274,8 +266,8 @@ def test_a_rule_with_state_has_seen_batches_before(scene) -> None:
         "dr_grpo": cp.method("dr_grpo"),
         "own": cp.method("dr_grpo", credit=["value_baseline"]),
     }
-    batches = [fresh_batch(scene, "batches", 0, k, 24) for k in range(3)]
-    truth = [fresh_batch(scene, "truth", 0, k, 12) for k in range(4)]
+    batches = [fresh_batch(scene, "gradient/batches", 0, k, 24) for k in range(3)]
+    truth = [fresh_batch(scene, "gradient/truth", 0, k, 12) for k in range(4)]
     first = compare_gradients(scene.policy.model, truth, batches, methods)
     warm = compare_gradients(scene.policy.model, truth, batches, methods, warmup=batches)
     assert first["gradient"]["own"]["with_control"] > 0.9999
@@ -286,7 +278,7 @@ def test_without_a_gradient_the_page_says_so(scene) -> None:
     """Every rollout earns the same: no number is made up."""
     batches = []
     for k in range(4):
-        one = fresh_batch(scene, "batches", 0, k, 12)
+        one = fresh_batch(scene, "gradient/batches", 0, k, 12)
         reward_N = torch.ones_like(one.batch.reward_N)
         batches.append(one._replace(batch=one.batch.replace(reward_N=reward_N)))
     methods = {"dr_grpo": cp.method("dr_grpo"), "psr": cp.method("psr")}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from counterpoise.policy import Policy
 from counterpoise.policy.offsets import positions_at
-from counterpoise.probes.methods import assign, methods_of
+from counterpoise.probes.fresh import scene_credits
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, means
 from counterpoise.probes.ranking import place
 from counterpoise.probes.references import UNIFORM, reference_weights
@@ -51,10 +51,7 @@ def scene_rows(scene: Scene, methods: str) -> Columns:
         )
     batch = scene.collected.batch
     first_error_N = first_error_tokens(scene.policy, scene.task, scene.collected)
-    credits = {
-        label: one.credit.credit_NT for label, one in assign(scene, methods_of(methods)).items()
-    }
-    columns = error_rows(batch, credits, first_error_N)
+    columns = error_rows(batch, scene_credits(scene, methods), first_error_N)
     if not len(columns["rollout"]):
         raise ValueError(
             f"localisation: no failed rollout of batch {scene.batch_number} has a known error."

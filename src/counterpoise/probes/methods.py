@@ -34,19 +34,28 @@ class Assigned(NamedTuple):
 
 
 def methods_of(text: str) -> dict[str, Method]:
-    """``all`` (``every_preset``), or a list as YAML writes it: ``dapo, {name: dapo, plan: ...}``.
+    """A list as YAML writes it, ``dapo, {name: dapo, plan: ...}``; ``all`` in it stands for
+    ``every_preset``.
 
     >>> list(methods_of("dapo, {name: grpo, credit: [top_entropy]}"))
     ['dapo', 'grpo, credit top_entropy']
+    >>> len(methods_of("all, {name: dapo, plan: query_preserved}")) == len(every_preset()) + 1
+    True
     """
     where = f"methods {text!r}"
-    specs: Any = every_preset() if text.strip() == ALL else load_yaml(f"[{text}]", where)
+    specs: list[Any] = [
+        spec
+        for item in load_yaml(f"[{text}]", where)
+        for spec in (every_preset() if item == ALL else [item])
+    ]
     methods = [method_of(spec, where) for spec in specs]
     labels = [method.label for method in methods]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if not methods or twice:
         problem = f"{twice!r} is there twice" if twice else "no method"
-        raise ValueError(f"{where}: {problem}. Expected all, or each method once.")
+        raise ValueError(
+            f"{where}: {problem}. Expected each method once; all stands for every preset."
+        )
     return dict(zip(labels, methods))
 
 
@@ -73,10 +82,13 @@ def method_of(axes: Any, where: str) -> Method:
     return make_method(**axes)
 
 
-def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
+def assign(
+    scene: Scene, methods: Mapping[str, Method], states: Mapping[str, Any] | None = None
+) -> dict[str, Assigned]:
     """The credit of each method; a column that several need is measured once.
 
-    The run's own method gets the run's state, others their first. Another method that samples more
+    A method gets its state from ``states`` (``fresh.warm_states``); where it has none there, the
+    run's own method gets the run's and others their first. Another method that samples more
     does so (with the scene's policy, seed and batch number), and the rollouts that it adds, which
     change the credit of those that are there, are left out of what is returned.
     """
@@ -97,7 +109,7 @@ def assign(scene: Scene, methods: Mapping[str, Method]) -> dict[str, Assigned]:
         )
         credit = method.assign(
             rollouts.batch,
-            scene.state.method if is_own else None,
+            (states or {}).get(label, scene.state.method if is_own else None),
             seed=scene.config.seed,
             batch_number=scene.batch_number,
         )

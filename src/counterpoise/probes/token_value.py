@@ -21,8 +21,8 @@ from counterpoise.errors import check_number
 from counterpoise.maths.reduce import derived_seed, groups, seeded_generator
 from counterpoise.policy import measure
 from counterpoise.policy.precision import autocast
+from counterpoise.probes.fresh import scene_credits
 from counterpoise.probes.localisation import first_error_tokens
-from counterpoise.probes.methods import assign, methods_of
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, join_frames, read
 from counterpoise.probes.references import UNIFORM, reference_weights
 from counterpoise.probes.scene import Scene
@@ -73,10 +73,7 @@ def scene_tokens(scene: Scene, num: int, seed: int, band: float) -> Columns:
 
 def credit_columns(scene: Scene, drawn: Frame, methods: str) -> Columns:
     """Credit of the drawn tokens under each method and reference."""
-    credits = {
-        label: one.credit.credit_NT for label, one in assign(scene, methods_of(methods)).items()
-    }
-    return credits_at(scene.collected.batch, credits, drawn)
+    return credits_at(scene.collected.batch, scene_credits(scene, methods), drawn)
 
 
 def credits_at(batch: TokenBatch, credits: Mapping[str, Tensor], drawn: Frame) -> Columns:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from counterpoise.errors import check_number, check_text, nearest
+from counterpoise.tasks.equations import false_equation
 from counterpoise.tasks.stream import shuffled_passes
 from counterpoise.types import Prompt
 
@@ -105,6 +106,12 @@ class Jsonl:
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if math-verify finds an answer in the text that equals the file's, else 0.0."""
         return float(equal_answers(prompt.answer, text))
+
+    def first_error(self, prompt: Prompt, text: str) -> int | None:
+        """The first wrong digit of the first equation that does not hold; None where all that can
+        be read do. A step that is the wrong one to take is not seen.
+        """
+        return false_equation(text)
 
     def answer_start(self, prompt: Prompt, text: str) -> int | None:
         """Where the last boxed answer begins, else the last announced one (``answer is``,

@@ -8,6 +8,7 @@ policy as it is, in two independent halves. Every method then gets the same fres
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
 from counterpoise.errors import nearest
-from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import REFERENCE, load_model
-from counterpoise.probes.gradient.batches import batch_rows, states_after
+from counterpoise.probes.fresh import Forward, fresh_batch, read_as_run, states_after, warm_states
+from counterpoise.probes.gradient.batches import batch_rows
 from counterpoise.probes.gradient.figure import figure, sheet
 from counterpoise.probes.gradient.numbers import LEAST_BATCHES, numbers_of
 from counterpoise.probes.gradient.truth import (
@@ -30,18 +30,16 @@ from counterpoise.probes.gradient.truth import (
     save_truth,
     truth_rows,
 )
-from counterpoise.probes.gradient.vectors import Forward, coefficients, moments_of
+from counterpoise.probes.gradient.vectors import coefficients, moments_of
 from counterpoise.probes.methods import method_of, methods_of
 from counterpoise.probes.output import Frame, Output
 from counterpoise.probes.scene import Scene
 from counterpoise.rollouts import RolloutBatch
-from counterpoise.trainer.collect import RolloutSampler
-from counterpoise.trainer.update import budget_that_fits
 
 __all__ = ["coefficients", "compare_gradients", "figure", "probe", "sheet", "summarise"]
 
-WARMUP = 4  # batches before the first, for methods with state
 CHUNKS = 32  # of the truth, for its noise and for going on after a stop
+SAVE_SECONDS = 30
 
 
 def compare_gradients(
@@ -114,7 +112,7 @@ def probe(
             lambda number=number: batch_rows(
                 scene.policy.model,
                 whole(),
-                fresh_batch(scene, "batches", seed, number, rollouts, needs),
+                fresh_batch(scene, "gradient/batches", seed, number, rollouts, needs),
                 chosen,
                 control,
                 how,
@@ -136,52 +134,22 @@ def truth_file(output: Output) -> Path:
 
 
 def gather_truth(scene: Scene, output: Output, how: Forward, rollouts: int, seed: int) -> Truth:
-    """The truth in ``CHUNKS`` chunks; what an earlier call saved is not sampled again."""
+    """The truth in ``CHUNKS`` chunks; what an earlier call saved is not sampled again.
+
+    It is as large as two models, so it is saved when ``SAVE_SECONDS`` of work would be lost, and at
+    the end.
+    """
     model, file = scene.policy.model, truth_file(output)
-    known = load_truth(file, empty_truth(model))
+    known, saved_at = load_truth(file, empty_truth(model)), time.monotonic()
     for number in output.track(range(CHUNKS), "chunks of the truth"):
-        if number >= len(known.rollouts_C):
-            chunk = fresh_batch(scene, "truth", seed, number, rollouts // CHUNKS)
-            known = add_chunk(known, model, chunk, how)
+        if number < len(known.rollouts_C):
+            continue
+        chunk = fresh_batch(scene, "gradient/truth", seed, number, rollouts // CHUNKS)
+        known = add_chunk(known, model, chunk, how)
+        if number == CHUNKS - 1 or time.monotonic() - saved_at >= SAVE_SECONDS:
             save_truth(file, known)
+            saved_at = time.monotonic()
     return known
-
-
-def warm_states(
-    scene: Scene, methods: Mapping[str, Method], how: Forward, rollouts: int, seed: int
-) -> dict[str, Any]:
-    """The run's state for the run's own method; others get theirs from ``WARMUP`` batches by the
-    policy as it is.
-    """
-    own = scene.method.describe()
-    states = {label: scene.state.method for label, m in methods.items() if m.describe() == own}
-    others = {label: method for label, method in methods.items() if label not in states}
-    needs = frozenset().union(*(method.needs for method in others.values()))
-    batches = (fresh_batch(scene, "warmup", seed, k, rollouts, needs) for k in range(WARMUP))
-    return states | states_after(scene.policy.model, batches, others, how)
-
-
-def fresh_batch(
-    scene: Scene,
-    purpose: str,
-    seed: int,
-    number: int,
-    rollouts: int,
-    needs: frozenset[str] = frozenset(),
-) -> RolloutBatch:
-    """Rollouts by the policy as it is, of train prompts in an order of their own: not those of the
-    run, and none twice unless the task has no more.
-    """
-    size = max(2, scene.config.rollouts.group_size)
-    prompts = max(1, rollouts // size)
-    settings = scene.config.rollouts.model_copy(update={"prompts": prompts, "group_size": size})
-    stream = derived_seed(seed, scene.batch_number, f"gradient/{purpose}") % 2**31
-    config = scene.config.model_copy(update={"rollouts": settings, "seed": stream})
-    sampler = RolloutSampler(
-        scene.policy, scene.task, config, number, start=number * prompts, needs=needs
-    )
-    with torch.random.fork_rng():
-        return sampler.more()
 
 
 def forward_of(scene: Scene, methods: Mapping[str, Method]) -> Forward:
@@ -198,11 +166,7 @@ def forward_of(scene: Scene, methods: Mapping[str, Method]) -> Forward:
             f"gradient: {scored[0]} reads importance_NT, which this probe does not measure in the"
             " batches that it samples. Take other methods."
         )
-    reference, model = scene.reference, scene.policy.model
-    if reference is None and any(method.needs & REFERENCE for method in methods.values()):
-        reference = load_model(scene.config.model, dtype=torch.float32, device=model.device).model
-    budget = budget_that_fits(model, scene.config)
-    return Forward(scene.config.rollouts.temperature, budget, reference)
+    return read_as_run(scene, methods)
 
 
 def with_control(text: str, control: str) -> tuple[str, dict[str, Method]]:

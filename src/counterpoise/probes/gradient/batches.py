@@ -13,16 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
+from counterpoise.probes.fresh import Forward, with_columns
 from counterpoise.probes.gradient.truth import PLAIN, Truth
 from counterpoise.probes.gradient.vectors import (
-    Forward,
     Moments,
     adamw_step,
     coefficients,
     gradients,
     likenesses,
     sketch,
-    with_columns,
 )
 from counterpoise.probes.output import Rows
 from counterpoise.rollouts import RolloutBatch
@@ -71,36 +70,6 @@ def own_row(row: dict[str, Any], *, is_own: bool) -> dict[str, Any]:
     """A sketch is written once; AdamW's step has no scale."""
     out = row if is_own else {**row, "sketch": row["sketch"][:0]}
     return out if row["metric"] == GRADIENT else {**out, "scale": 1.0}
-
-
-def states_after(
-    model: PreTrainedModel,
-    batches: Iterable[RolloutBatch],
-    methods: Mapping[str, Method],
-    how: Forward,
-) -> dict[str, dict[str, Any] | None]:
-    """The state of methods that have one after some batches by the policy as it is."""
-    own = {label: method for label, method in methods.items() if has_state(method)}
-    states: dict[str, dict[str, Any] | None] = dict.fromkeys(own)
-    needs = frozenset().union(*(method.needs for method in own.values()))
-    for number, collected in enumerate(batches if own else ()):
-        batch = with_columns(model, collected, needs, how).batch
-        with said_by_us():
-            for label, method in own.items():
-                credit = method.assign(batch, states[label], seed=number, batch_number=number)
-                states[label] = credit.state
-    return states
-
-
-def has_state(method: Method) -> bool:
-    """Whether a stage of the method remembers earlier batches.
-
-    >>> import counterpoise as cp
-    >>> has_state(cp.method("fade")), has_state(cp.method("dapo"))
-    (True, False)
-    """
-    start = method.init()
-    return start["controller"] is not None or any(rule is not None for rule in start["rules"])
 
 
 def method_coefficients(

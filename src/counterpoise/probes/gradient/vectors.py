@@ -20,43 +20,15 @@ from counterpoise.maths.reduce import seeded_generator
 from counterpoise.policy import token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.logp import reads_prompts_once
-from counterpoise.policy.measure import TOKEN_BUDGET, measure
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.policy.precision import autocast
+from counterpoise.probes.fresh import Forward
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.types import Credit, TokenBatch
 
 SAME = 1e-9  # 1 - cosine of coefficients below which two methods share a backward
 SKETCH = 8191  # prime, so that no column of a weight matrix falls on one number
 CPU_BYTES = 2**32  # for the gradients that are alive at once
-
-
-class Forward(NamedTuple):
-    """How the model reads a batch; a reference only for methods with a KL term."""
-
-    temperature: float = 1.0
-    token_budget: int = TOKEN_BUDGET
-    reference: PreTrainedModel | None = None
-
-
-def with_columns(
-    model: PreTrainedModel, collected: RolloutBatch, needs: frozenset[str], how: Forward
-) -> RolloutBatch:
-    """The batch with the log-probs of the model and every column in ``needs``, in one forward."""
-    batch = collected.batch
-    missing = {name for name in needs | {"trainer_logp_NT"} if getattr(batch, name, None) is None}
-    with autocast(model):
-        columns = measure(
-            model,
-            collected.prompt_ids,
-            batch.token_ids_NT,
-            batch.mask_NT,
-            missing,
-            temperature=how.temperature,
-            token_budget=how.token_budget,
-            ref_model=how.reference,
-        )
-    return collected._replace(batch=batch.replace(**columns))
 
 
 def coefficients(method: Method, batch: TokenBatch, credit: Credit, seed: int = 0) -> Tensor:
