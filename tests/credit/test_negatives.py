@@ -37,6 +37,18 @@ def test_soften_negatives_by_loops(data, kappa):
 
 
 @laws
+@given(data=credited_batches(), cap=st.sampled_from([0.5, 1.0, 3.0]))
+def test_surprise_negatives_by_loops(data, cap):
+    batch, credit_NT = data
+    columns = (credit_NT, batch.sampler_logp_NT, batch.entropy_NT)
+    expected = [
+        [c * min(cap, max(0, -lp - h)) if c < 0 else c for c, lp, h in zip(*rows)]
+        for rows in zip(*(as_lists(column, batch) for column in columns))
+    ]
+    assert_rows(rules.surprise_negatives(credit_NT, batch, cap=cap), expected)
+
+
+@laws
 @given(
     data=credited_batches(),
     mass=st.sampled_from([0.0, 0.15, 1.0, 2.0]),

@@ -71,6 +71,7 @@ RULES = {
     "focal": Rule({"gamma": 1.0}),
     "kl_penalty": Rule({"coef": 0.1}, keeps_sign=False),
     "soften_negatives": Rule(),
+    "surprise_negatives": Rule(),
     "negative_mass": Rule(),
     "negatives": Rule({"mass": 0.5, "location": 0.5}),
     "value_baseline": Rule({"features": 3, "siblings": True}, keeps_sign=False),

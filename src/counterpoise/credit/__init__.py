@@ -23,6 +23,7 @@ from counterpoise.credit.negatives import (
     negative_token_filter,
     negatives,
     soften_negatives,
+    surprise_negatives,
 )
 from counterpoise.credit.overlap import conflict, shared_prefix
 from counterpoise.credit.prefix_value import prefix_value
@@ -54,6 +55,7 @@ RULES: dict[str, Stage] = {
     "focal": focal,
     "kl_penalty": kl_penalty,
     "soften_negatives": soften_negatives,
+    "surprise_negatives": surprise_negatives,
     "negative_mass": negative_mass,
     "negatives": negatives,
     "value_baseline": value_baseline,
@@ -120,6 +122,7 @@ __all__ = [
     "spurious",
     "state_groups",
     "surprisal_boost",
+    "surprise_negatives",
     "teacher",
     "top_entropy",
     "tree_gain",

@@ -91,6 +91,37 @@ def soften_negatives(credit_NT: Tensor, batch: TokenBatch, *, kappa: float = 1.0
     return torch.where(credit_NT < 0, credit_NT * doubt_NT**kappa + 0.0, credit_NT)
 
 
+@declare(needs="entropy_NT", report=_negative_mass)
+def surprise_negatives(credit_NT: Tensor, batch: TokenBatch, *, cap: float = 1.0) -> Tensor:
+    """Punish a token by how much rarer it was than the sampler's own choices there are on average.
+
+    credit' = credit min(cap, max(0, -log p - H)) where credit < 0, p the sampler's probability of
+    the token, H the entropy of its position
+
+    A slip is a rare token where the sampler was nearly sure; a rare token where it was not is a
+    choice. Keeps the sign, not the mass: its control is ``even_mass(rule=surprise_negatives())``.
+
+    Args:
+        credit_NT: [N, T].
+        batch: reads entropy_NT.
+        cap: > 0, the largest factor.
+
+    >>> batch = TokenBatch.from_lists(
+    ...     [[1, 2, 3]],
+    ...     group=[0],
+    ...     reward=[0.0],
+    ...     sampler_logp=[[-0.1, -3.0, -3.0]],
+    ...     entropy_NT=torch.tensor([[0.2, 0.3, 2.75]]),
+    ... )
+    >>> surprise_negatives(torch.full((1, 3), -1.0), batch).tolist()
+    [[0.0, -1.0, -0.25]]
+    """
+    check_number("surprise_negatives", above=0, cap=cap)
+    excess_NT = (-batch.sampler_logp_NT - batch.column("entropy_NT")).clamp(0, cap)
+    factor_NT = torch.where(batch.mask_NT, excess_NT, 0).to(credit_NT.dtype)
+    return torch.where(credit_NT < 0, credit_NT * factor_NT + 0.0, credit_NT)
+
+
 @declare(report=_negative_mass, reads_rewards_only=True)
 def negative_mass(credit_NT: Tensor, batch: TokenBatch, *, factor: float = 0.15) -> Tensor:
     """Punish every token of a failed rollout less, by the same factor.
