@@ -194,16 +194,22 @@ def equal_answers(answer: str, text: str) -> bool:
 
     # its own limits use signal.alarm, which only works in a main thread; graders are timed from
     # outside
+    _silence_warnings()
     parsed = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return verify(list(_parsed_answer(answer)), parsed, timeout_seconds=None)
+
+
+@functools.cache
+def _silence_warnings() -> None:
+    """math-verify warns at every call that its own limits are off."""
+    for module in ("parser", "grader"):
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
 
 @functools.lru_cache(maxsize=65536)
 def _parsed_answer(answer: str) -> tuple[Any, ...]:
     from math_verify import parse
 
-    for module in ("parser", "grader"):
-        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     return tuple(parse(f"\\boxed{{{answer}}}", parsing_timeout=None))  # pyright: ignore[reportArgumentType]
 
 

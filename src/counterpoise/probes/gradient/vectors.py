@@ -92,7 +92,9 @@ def joint_gradients(
 ) -> Tensor:
     """[K, P], with one forward per micro-batch. Rows without any coefficient are not read."""
     parameters = parameters_of(model)
-    total = [p.new_zeros(len(coef_KNT), *p.shape) for p in parameters]
+    sizes = [p.numel() for p in parameters]
+    wide = torch.promote_types(parameters[0].dtype, torch.float32)
+    total_KP = parameters[0].new_zeros(len(coef_KNT), sum(sizes), dtype=wide)
     rows = coef_KNT.ne(0).any(2).any(0).nonzero().flatten()
     for pick_R in _micro_batches(model, collected, rows.tolist(), how.token_budget):
         with kernels_without_plans():
@@ -112,10 +114,10 @@ def joint_gradients(
                     retain_graph=k + 1 < len(coef_KNT),
                     allow_unused=True,
                 )
-                for sums, part in zip(total, parts):
+                for sums, part in zip(total_KP[k].split(sizes), parts):
                     if part is not None:
-                        sums[k] += part
-    return torch.cat([sums.flatten(1) for sums in total], 1)
+                        sums += part.flatten()
+    return total_KP
 
 
 def _micro_batches(
