@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("summary", type=Path)
     parser.add_argument("--table", default="final", choices=("final", "equal"))
     args = parser.parse_args()
-    rows = json.loads(args.summary.read_text())[args.table]["rows"]
+    table = json.loads(args.summary.read_text())[args.table]["rows"]
+    rows = [row for row in table if row["metrics"]["sampled"][0] is not None]  # those that ran
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     for row in rows:
         print(f"| {' | '.join(cells(row))} |")

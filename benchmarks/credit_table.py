@@ -1,8 +1,10 @@
 """The tables of docs/results/credit.md from kept summaries of the probes localisation, token_value
-and gradient: every rule with three measures at one batch, or fewer numbers over several.
+and gradient: every rule with three measures at one batch, fewer numbers over several, or over
+several models.
 
     python benchmarks/credit_table.py benchmarks/results/credit_bundled --batch 20
     python benchmarks/credit_table.py benchmarks/results/credit_bundled --batch 0 20 40
+    python benchmarks/credit_table.py benchmarks/results --models bundled=20 smollm2=40 qwen=30
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+PROBES = ("localisation", "token_value", "gradient")
 HEAD = (
     "rule",
     "share on the first error",
@@ -24,20 +27,37 @@ HEAD = (
 )
 
 
+# what the pages call rules of our own
+OWN = {
+    "dapo, credit soften_negatives": "soften",
+    "dapo, credit surprise_negatives": "surprise",
+    "dapo, credit value_baseline": "value",
+    "dapo, credit value_baseline + soften_negatives": "value_soften",
+    "dapo, credit value_baseline + surprise_negatives": "value_surprise",
+    "dapo, credit value_baseline + negative_token_filter": "value_ntf",
+    "dapo, credit value_baseline + negative_mass(factor=0.0)": "value_positive",
+    "dapo, credit negative_mass": "less_negative",
+    "dapo, credit even_mass(rule=soften_negatives)": "soften_even",
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch", type=int, nargs="+", required=True)
+    parser.add_argument("--batch", type=int, nargs="+")
+    parser.add_argument("--models", nargs="+", help="NAME=BATCH, from credit_NAME in the folder")
     args = parser.parse_args()
-    (one_batch if len(args.batch) == 1 else over_batches)(args.folder, args.batch)
+    if args.models:
+        over_models(args.folder, dict(model.split("=") for model in args.models))
+    else:
+        (one_batch if len(args.batch) == 1 else over_batches)(args.folder, args.batch)
 
 
 def one_batch(folder: Path, batches: list[int]) -> None:
     """All measures at one batch."""
-    probes = ("localisation", "token_value", "gradient")
-    first, value, gradient = (numbers(folder, name, batches[0]) for name in probes)
+    first, value, gradient = (numbers(folder, name, batches[0]) for name in PROBES)
     lines: dict[tuple[str, ...], list[str]] = {}
     for rule in [*value["rules"], *(f"({name})" for name in value["references"])]:
         cells = row(rule, first, value, gradient)
@@ -64,10 +84,39 @@ def over_batches(folder: Path, batches: list[int]) -> None:
         print(f"| {', '.join(rules)} | {' | '.join(cells)} |")
 
 
+def over_models(folder: Path, batches: dict[str, str]) -> None:
+    """Share on the first error, cosine with the token's value within a rollout, and the gradient's
+    cosine and its difference to the control, model by model.
+    """
+    lines: dict[tuple[str, ...], list[str]] = {}
+    audits = [
+        [numbers(folder / f"credit_{model}", probe, int(batch)) for probe in PROBES]
+        for model, batch in batches.items()
+    ]
+    rules = audits[0][1]["rules"]
+    for rule in [*rules, *(f"({name})" for name in audits[0][1]["references"])]:
+        kind, name = ("references", rule[1:-1]) if rule.startswith("(") else ("rules", rule)
+        cells = []
+        for first, value, gradient in audits:
+            plain = gradient["gradient"].get(rule, {})
+            cells += [text(first[kind].get(name, {}).get("share"))]
+            cells += [text(value[kind][name]["cosine_within"]), judged(plain)]
+        lines.setdefault(tuple(cells), []).append(rule)
+    kinds = ("share", "value, within", "gradient, minus control")
+    head = ["rule", *(f"{model}: {kind}" for model in batches for kind in kinds)]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for cells, own in sorted(lines.items(), key=by_share):
+        print(f"| {', '.join(own)} | {' | '.join(cells)} |")
+
+
 def numbers(folder: Path, name: str, batch: int) -> dict[str, Any]:
-    """What a probe found at a batch."""
+    """What a probe found at a batch, rules of our own by the names of the pages."""
     file = folder / "probes" / name / f"batch_{batch:06d}" / "summary.json"
-    return json.loads(file.read_text())["numbers"]
+    read = json.loads(file.read_text())["numbers"]
+    for part in ("rules", "gradient", "adamw"):
+        if part in read:
+            read[part] = {OWN.get(rule, rule): row for rule, row in read[part].items()}
+    return read
 
 
 def row(

@@ -220,6 +220,19 @@ def test_a_run_that_is_stopped_on_request_has_no_result_there(
     assert [one.batch for one in read_results(tmp_path / "arena")] == [0]
 
 
+def test_an_interrupted_arena_has_a_page_of_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "race", stop)
+    with pytest.raises(SystemExit, match="130"):
+        dispatch(["arena", "--out", str(tmp_path / "arena")])
+    page = tmp_path / "arena" / "index.html"
+    assert f"what there is: {page}" in capsys.readouterr().err and "grpo" in page.read_text()
+
+
 def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> None:
     arms = (
         Arm("turn_rloo", {"method": {"name": "turn_rloo"}}),

@@ -93,7 +93,11 @@ def arena(
     )
     begin(folder, design)
     live = Live(quiet=json_)
-    race(design, folder, live, size=members, num_workers=workers, jobs=jobs)
+    try:
+        race(design, folder, live, size=members, num_workers=workers, jobs=jobs)
+    except KeyboardInterrupt:
+        live.say(f"what there is: {write_page(folder)[0]}")
+        raise
     page, summary = write_page(folder)
     if json_:
         print_json({"page": page, "summary": folder / "summary.json"})
