@@ -51,12 +51,16 @@ def play_step(
         episode, num_seen = memory[asked.row]
         replies = tuple(_step(episode, action) for action in asked.actions[num_seen:])
     except Exception as error:
-        # an environment's fault is reported with its row; it must not end a run
-        memory.pop(asked.row, None)
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-        return Fault("failed", f"the environment raised {said}")
+        return _fault(memory, asked.row, error)
     memory[asked.row] = episode, len(asked.actions)
     return replies
+
+
+def _fault(memory: dict[Any, Any], row: int, error: Exception) -> Fault:
+    """An environment's fault is reported with its row; it must not end a run."""
+    memory.pop(row, None)
+    said = f"{type(error).__name__}: {str(error)[:200]}"
+    return Fault("failed", f"the environment raised {said}")
 
 
 def play_kept(
@@ -99,18 +103,19 @@ def _step(episode: Episode, action: str) -> Reply:
 
 def _is_plain(reply: object) -> bool:
     """Every part is of the very type it should be: nearly always, and the checks below are slow."""
-    if type(reply) is not Reply or type(reply.metrics) is not dict:
+    if type(reply) is not Reply:
         return False
-    numbers_of = [reply.reward, *reply.metrics.values()]
-    if reply.score is not None:
-        numbers_of.append(reply.score)
-    kinds = set(map(type, (reply.text, reply.state, *reply.metrics)))
-    return (
-        kinds == {str}
-        and set(map(type, numbers_of)) == {float}
-        and math.isfinite(sum(numbers_of))
-        and type(reply.is_done) is bool
-    )
+    text, reward, is_done, state, score, metrics = reply
+    if not (type(text) is type(state) is str and type(reward) is float and type(is_done) is bool):
+        return False
+    if type(metrics) is not dict or not (score is None or type(score) is float):
+        return False
+    total = reward if score is None else reward + score
+    for name, value in metrics.items():
+        if type(name) is not str or type(value) is not float:
+            return False
+        total += value
+    return math.isfinite(total)
 
 
 def _number(name: str, value: Any) -> float:
@@ -158,13 +163,11 @@ class Episodes:
         """Replies that are ready, each with its row; ``wait`` for one if there is none."""
         if self.crew is None:
             rows, self.queue = list(self.queue), deque()
-            played = [(row, self._play_here(row)) for row in rows]
-        else:
-            while self.queue:
-                row = self.queue.popleft()
-                self.crew.put(self._asked(row), self.time_limit_s)
-            played = self.crew.take(wait=wait)
-        return [(row, self._latest(row, out)) for row, out in played]
+            return [(row, self._play_here(row)) for row in rows]
+        while self.queue:
+            row = self.queue.popleft()
+            self.crew.put(self._asked(row), self.time_limit_s)
+        return [(row, self._latest(row, out)) for row, out in self.crew.take(wait=wait)]
 
     def check(self, rows: Sequence[int]) -> None:
         """Play some rows that did not fail again: other replies than before are an error."""
@@ -186,8 +189,18 @@ class Episodes:
     def _asked(self, row: int) -> Asked:
         return Asked(self.call, row, self.prompts[row], self.seeds[row], self.actions[row])
 
-    def _play_here(self, row: int) -> tuple[Reply, ...] | Fault:
-        return play_step(self.environment, self.memory, self._asked(row))
+    def _play_here(self, row: int) -> Reply | Fault:
+        """The reply to a row's last action; an episode that is alive here takes it as it is."""
+        actions, (episode, num_seen) = self.actions[row], self.memory.get(row, (None, 0))
+        if episode is not None and num_seen == len(actions) - 1:
+            try:
+                reply = _step(episode, actions[-1])
+            except Exception as error:
+                return _fault(self.memory, row, error)
+            self.memory[row] = episode, len(actions)
+            self.replies[row] += (reply,)
+            return reply
+        return self._latest(row, play_step(self.environment, self.memory, self._asked(row)))
 
     def _latest(self, row: int, out: tuple[Reply, ...] | Fault) -> Reply | Fault:
         """The reply to the last action; those that were played again must be what they were."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from counterpoise.errors import check_number, check_whole
 from counterpoise.types import Prompt
 
 DIGITS = string.digits[1:] + string.ascii_lowercase  # the number k is written DIGITS[k - 1]
+NUMBERS = {digit: k for k, digit in enumerate(DIGITS, 1)}
 
 
 class Interval(NamedTuple):
@@ -88,21 +90,29 @@ class Guess:
         return range(state.low, state.high + 1)
 
     def answer(self, secret: int, state: Interval, action: str) -> tuple[Reply, Interval]:
-        guess = DIGITS.index(action) + 1 if action in self.actions else None
+        guess = NUMBERS.get(action)
+        if guess is None or guess > self.n:
+            guess, sign = None, MALFORMED
+        else:
+            sign = "=" if guess == secret else "<" if secret < guess else ">"
         after = narrow(state, secret, guess)
-        is_hit = guess == secret
-        sign = MALFORMED if guess is None else "=" if is_hit else "<" if secret < guess else ">"
-        is_done = is_hit or after.left == 0
-        size = after.high - after.low + 1
-        reply = Reply(
-            text=sign,
-            reward=is_hit - self.cost,
-            is_done=is_done,
-            state=key(after),
-            score=float(is_hit) if is_done else 1 / size,
-            metrics={"malformed": float(guess is None)},
-        )
-        return reply, after
+        return reply_of(after, sign, self.cost), after
+
+
+@lru_cache(maxsize=4096)
+def reply_of(after: Interval, sign: str, cost: float) -> Reply:
+    """What is said once an answer has narrowed the interval: a handful, so each is made once."""
+    is_hit = sign == "="
+    is_done = is_hit or after.left == 0
+    size = after.high - after.low + 1
+    return Reply(
+        text=sign,
+        reward=is_hit - cost,
+        is_done=is_done,
+        state=key(after),
+        score=float(is_hit) if is_done else 1 / size,
+        metrics={"malformed": float(sign == MALFORMED)},
+    )
 
 
 def narrow(state: Interval, secret: int, guess: int | None) -> Interval:

@@ -20,6 +20,7 @@ from counterpoise.errors import check_number, check_whole, nearest
 from counterpoise.types import Prompt
 
 ANSWERS = tuple(f"!{digit}" for digit in string.digits)
+PLACE = {letter: at for at, letter in enumerate(string.ascii_lowercase)}
 
 
 class Notes(NamedTuple):
@@ -108,34 +109,38 @@ class Lookup:
         return [table_of(self.letters, {**known, hidden[0]: digit}) for digit in range(10)]
 
     def answer(self, secret: str, state: Notes, action: str) -> tuple[Reply, Notes]:
-        left = state.left - 1
-        if action in ANSWERS:
-            total = sum(digit_of(secret, letter) for letter in state.asked)
-            is_right = int(action[1]) == total % 10
-            return self._step(state._replace(left=left), "=" if is_right else "x", float(is_right))
+        asked, known, left = state
         if action not in self._legal:
-            return self._step(state._replace(left=left), MALFORMED, -self.cost)
-        digit = digit_of(secret, action)
-        known = tuple(sorted({*state.known, (action, digit)}))
-        return self._step(Notes(state.asked, known, left), f"={digit}", -self.cost)
+            text, reward = MALFORMED, -self.cost
+        elif action[0] == "!":
+            total = digit_of(secret, asked[0]) + digit_of(secret, asked[1])
+            text, reward = ("=", 1.0) if int(action[1]) == total % 10 else ("x", 0.0)
+        else:
+            digit = digit_of(secret, action)
+            text, reward = f"={digit}", -self.cost
+            if (action, digit) not in known:
+                known = tuple(sorted((*known, (action, digit))))
+        after = Notes(asked, known, left - 1)
+        return reply_of(after, text, reward), after
 
-    def _step(self, after: Notes, text: str, reward: float) -> tuple[Reply, Notes]:
-        is_answer = text in ("=", "x")
-        is_done = is_answer or after.left == 0
-        num_known = sum(letter in after.asked for letter, _ in after.known)
-        reply = Reply(
-            text=text,
-            reward=reward,
-            is_done=is_done,
-            state=key(after),
-            score=float(text == "=") if is_done else num_known / 2,
-            metrics={"malformed": float(text == MALFORMED), "lookups": float(len(text) == 2)},
-        )
-        return reply, after
+
+@functools.lru_cache(maxsize=2**16)
+def reply_of(after: Notes, text: str, reward: float) -> Reply:
+    """What is said once something is known; made once for all who get there."""
+    is_done = text in ("=", "x") or after.left == 0
+    num_known = sum(letter in after.asked for letter, _ in after.known)
+    return Reply(
+        text=text,
+        reward=reward,
+        is_done=is_done,
+        state=key(after),
+        score=float(text == "=") if is_done else num_known / 2,
+        metrics={"malformed": float(text == MALFORMED), "lookups": float(len(text) == 2)},
+    )
 
 
 def digit_of(table: str, letter: str) -> int:
-    return int(table[string.ascii_lowercase.index(letter)])
+    return int(table[PLACE[letter]])
 
 
 def table_of(letters: int, known: dict[str, int]) -> str:

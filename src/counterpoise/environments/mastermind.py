@@ -10,7 +10,7 @@ import dataclasses
 import string
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import count, product
 from typing import NamedTuple
 
@@ -103,7 +103,8 @@ class Mastermind:
 
     def answer(self, secret: str, state: Knowledge, action: str) -> tuple[Reply, Knowledge]:
         if action not in self.actions:
-            return self._step(state._replace(left=state.left - 1), MALFORMED, -self.cost)
+            after = Knowledge(state.codes, state.left - 1, state.blacks)
+            return reply_of(after, MALFORMED, -self.cost), after
         blacks, whites = marks(secret, action)
         is_hit = blacks == self.places
         more = max(0, blacks - state.blacks) / self.places
@@ -113,21 +114,21 @@ class Mastermind:
             max(blacks, state.blacks) if self.pay_blacks else 0,
         )
         paid = more if self.pay_blacks else float(is_hit)
-        return self._step(after, f"{blacks}b{whites}w", paid - self.cost, is_hit=is_hit)
+        return reply_of(after, f"{blacks}b{whites}w", paid - self.cost, is_hit), after
 
-    def _step(
-        self, after: Knowledge, text: str, reward: float, *, is_hit: bool = False
-    ) -> tuple[Reply, Knowledge]:
-        is_done = is_hit or after.left == 0
-        reply = Reply(
-            text=text,
-            reward=reward,
-            is_done=is_done,
-            state=key(after),
-            score=float(is_hit) if is_done else 1 / after.codes.bit_count(),
-            metrics={"malformed": float(text == MALFORMED)},
-        )
-        return reply, after
+
+@lru_cache(maxsize=4096)
+def reply_of(after: Knowledge, text: str, reward: float, is_hit: bool = False) -> Reply:
+    """What is said once the codes are fewer; made once for all who get there."""
+    is_done = is_hit or after.left == 0
+    return Reply(
+        text=text,
+        reward=reward,
+        is_done=is_done,
+        state=key(after),
+        score=float(is_hit) if is_done else 1 / after.codes.bit_count(),
+        metrics={"malformed": float(text == MALFORMED)},
+    )
 
 
 @cache

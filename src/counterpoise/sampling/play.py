@@ -88,15 +88,15 @@ class Play:
         episodes: Episodes | None = None,
     ) -> None:
         self.limits, self.bridge, self.decode, self.stop_ids = limits, bridge, decode, stop_ids
-        self.prompts, self.prompt_lengths = prompts, prompt_lengths
-        self.environment = environment
+        self.prompts, self.environment = prompts, environment
         self.episodes = episodes or Episodes(environment, prompts, seeds, limits.step_time_limit_s)
         self.rows = [Row() for _ in prompts]
+        self.most = [limits.most(length) for length in prompt_lengths]  # tokens after the prompt
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest row after its prompt."""
-        return max(self.limits.most(length) for length in self.prompt_lengths)
+        return max(self.most)
 
     def first_limit(self, row: int) -> int:
         return self._room(row, 0)
@@ -113,9 +113,8 @@ class Play:
 
     def _room(self, row: int, length: int) -> int:
         """Tokens at which a turn ends that starts at ``length``."""
-        limits = self.limits
-        drawn = min(limits.max_turn_tokens, limits.max_new_tokens - self.rows[row].num_drawn)
-        return min(length + drawn, limits.most(self.prompt_lengths[row]))
+        left = self.limits.max_new_tokens - self.rows[row].num_drawn
+        return min(length + min(self.limits.max_turn_tokens, left), self.most[row])
 
     def _answer(self, row: int, reply: Reply | Fault) -> Answer:
         own, limits = self.rows[row], self.limits

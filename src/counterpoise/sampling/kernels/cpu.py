@@ -322,10 +322,24 @@ def advance(model: Panels, slots: Any, columns: Any, settings: Any, num_steps: i
 
 
 def _share(model: Panels, slot_B: Tensor, run: Callable[[Tensor, Tensor], None]) -> None:
-    """Threads take parts of the slots, each with memory to work in."""
-    size = library().scratch_size(ctypes.byref(model.struct))
-    spread = map if model.num_threads == 1 else model.pool.map
-    list(spread(lambda slot_R: run(slot_R, torch.empty(size)), _parts(slot_B, model.num_threads)))
+    """Threads take parts of the slots until none is left, each with memory to work in; the caller
+    is one of them.
+    """
+    size, parts = (
+        library().scratch_size(ctypes.byref(model.struct)),
+        _parts(slot_B, model.num_threads),
+    )
+    left = iter(parts)  # shared: a part goes to the thread that asks first
+
+    def work() -> None:
+        scratch = torch.empty(size)
+        for slot_R in left:
+            run(slot_R, scratch)
+
+    others = [model.pool.submit(work) for _ in parts[1 : model.num_threads]]
+    work()
+    for other in others:
+        other.result()
 
 
 def _parts(slot_B: Tensor, num_threads: int) -> list[Tensor]:
