@@ -268,8 +268,9 @@ def activity(arena: Arena) -> dict[str, Any]:
     pairs = [(arm.name, design.control_of(arm.name)) for arm in design.arms if not arm.repeats]
     pairs = [(name, control) for name, control in pairs if control is not None]
     seeds, num = design.tuning_seeds or design.seeds[:1], min(BATCHES, max(1, design.last))
-    arena.live.begin("activity", len(seeds), len(seeds) * num * len(pairs))
-    for control in dict.fromkeys(control for _, control in pairs):
+    controls = dict.fromkeys(control for _, control in pairs)
+    arena.live.begin("activity", len(seeds) * len(controls), len(seeds) * num * len(pairs))
+    for control in controls:
         names = [name for name, own in pairs if own == control]
         for name, values in arm_cosines(arena, control, names, seeds, num).items():
             arms[name] = {"control": control, "cosine": values}

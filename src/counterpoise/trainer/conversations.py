@@ -70,10 +70,11 @@ def begin(
     """Conversations of rows that have not said anything yet; row i is about ``prompts[group[i]]``,
     and all rows of a group play one episode.
     """
+    seeds = [derived_seed(seed, p, "episode") for p in range(len(prompts))]
     return Play(
         environment,
         [prompts[p] for p in group],
-        [derived_seed(seed, p, "episode") for p in group],
+        [seeds[p] for p in group],
         [len(ids) for ids in row_ids],
         limits=limits(policy, config),
         bridge=Bridge(policy, config.chat),
