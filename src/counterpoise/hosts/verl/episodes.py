@@ -92,12 +92,13 @@ class OwnEpisode(Episodes):
 
     async def arrive(self) -> None:
         """Wait until the reply to what was sent is there."""
-        row, asked = self.queue.popleft(), self._asked(0)
+        row = self.queue.popleft()
         if self.players is None:
-            out = self._play_here(row)
+            reply = self._play_here(row)
         else:
-            out = await self.players.play(asked, self.time_limit_s)
-        self.ready.append((row, self._latest(row, out)))
+            out = await self.players.play(self._asked(row), self.time_limit_s)
+            reply = self._latest(row, out)
+        self.ready.append((row, reply))
 
     def poll(self, *, wait: bool) -> list[tuple[int, Reply | Fault]]:
         ready, self.ready = self.ready, []
