@@ -25,8 +25,6 @@ HEAD = (
     "AdamW step, minus control",
     "worth, rollouts",
 )
-
-
 # what the pages call rules of our own
 OWN = {
     "dapo, credit soften_negatives": "soften",
@@ -46,8 +44,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch", type=int, nargs="+")
-    parser.add_argument("--models", nargs="+", help="NAME=BATCH, from credit_NAME in the folder")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--batch", type=int, nargs="+")
+    which.add_argument("--models", nargs="+", help="NAME=BATCH, from credit_NAME in the folder")
     args = parser.parse_args()
     if args.models:
         over_models(args.folder, dict(model.split("=") for model in args.models))
@@ -86,27 +85,23 @@ def over_batches(folder: Path, batches: list[int]) -> None:
 
 def over_models(folder: Path, batches: dict[str, str]) -> None:
     """Share on the first error, cosine with the token's value within a rollout, and the gradient's
-    cosine and its difference to the control, model by model.
+    difference to the control, model by model.
     """
-    lines: dict[tuple[str, ...], list[str]] = {}
     audits = [
         [numbers(folder / f"credit_{model}", probe, int(batch)) for probe in PROBES]
         for model, batch in batches.items()
     ]
-    rules = audits[0][1]["rules"]
-    for rule in [*rules, *(f"({name})" for name in audits[0][1]["references"])]:
-        kind, name = ("references", rule[1:-1]) if rule.startswith("(") else ("rules", rule)
-        cells = []
-        for first, value, gradient in audits:
-            plain = gradient["gradient"].get(rule, {})
-            cells += [text(first[kind].get(name, {}).get("share"))]
-            cells += [text(value[kind][name]["cosine_within"]), judged(plain)]
+    value = audits[0][1]
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for rule in [*value["rules"], *(f"({name})" for name in value["references"])]:
+        rows = [row(rule, *audit) for audit in audits]
+        cells = [cell for share, _, _, within, plain, *_ in rows for cell in (share, within, plain)]
         lines.setdefault(tuple(cells), []).append(rule)
     kinds = ("share", "value, within", "gradient, minus control")
     head = ["rule", *(f"{model}: {kind}" for model in batches for kind in kinds)]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for cells, own in sorted(lines.items(), key=by_share):
-        print(f"| {', '.join(own)} | {' | '.join(cells)} |")
+    for cells, rules in sorted(lines.items(), key=by_share):
+        print(f"| {', '.join(rules)} | {' | '.join(cells)} |")
 
 
 def numbers(folder: Path, name: str, batch: int) -> dict[str, Any]:

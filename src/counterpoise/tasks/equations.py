@@ -26,7 +26,7 @@ _BULLET = re.compile(r"^\s*(?:[-*+]\s+|\d+[.)]\s+)")
 _BREAK = re.compile(r"[.,]\s+|\n")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _MANY_WAYS = re.compile(r"/\s+\d+\s*/")  # 25 / 1/3: by which of the two is meant?
-_RIGHT = re.compile(r"[\s$]*(-?[\s$]*(\d[\d,]*(?:\.\d+)?))")
+_RIGHT = re.compile(r"[\s$]*((?:-[\s$]*)?(\d[\d,]*(?:\.\d+)?))")
 # after the number on the right: it was the beginning of something else
 _GOES_ON = re.compile(
     r"[^\W\d_]|[.,:]\d|[\s$]*(?:[+*/^%!=\d(]|-[\s$]*[\d(]|and\b|cents?\b)", re.IGNORECASE

@@ -325,10 +325,8 @@ def _share(model: Panels, slot_B: Tensor, run: Callable[[Tensor, Tensor], None])
     """Threads take parts of the slots until none is left, each with memory to work in; the caller
     is one of them.
     """
-    size, parts = (
-        library().scratch_size(ctypes.byref(model.struct)),
-        _parts(slot_B, model.num_threads),
-    )
+    size = library().scratch_size(ctypes.byref(model.struct))
+    parts = _parts(slot_B, model.num_threads)
     left = iter(parts)  # shared: a part goes to the thread that asks first
 
     def work() -> None:
