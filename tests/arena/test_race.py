@@ -136,6 +136,28 @@ def test_the_a_a_floor_and_activity(tmp_path: Path) -> None:
     assert "inactive" in verdicts["twin"]
 
 
+def test_without_memory_activity_is_measured_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = (*design().arms, *(Arm(n, {"method": {"name": n}}) for n in ("psr", "nsr", "dr_grpo")))
+    plan, real, sizes = design(arms=arms, evaluations=(1,)), module.cosines, []
+    run(tmp_path / "whole", plan, size=8)
+
+    def cosines(bench, members, *rest):
+        sizes.append(len(members))
+        if len(members) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(bench, members, *rest)
+
+    monkeypatch.setattr(module, "cosines", cosines)
+    run(tmp_path / "parts", plan, size=8)
+    assert sizes == [5, 3, 2, 2, 3, 2, 2]  # the control is in each
+    whole, parts = (read_activity(tmp_path / name) for name in ("whole", "parts"))
+    assert parts.keys() == whole.keys() == {"fade", "psr", "nsr", "dr_grpo"}
+    for name, one in whole.items():
+        assert parts[name].mean == pytest.approx(one.mean, abs=1e-3)
+
+
 def test_a_method_that_samples_more_or_has_a_teacher_trains_alone(tmp_path: Path) -> None:
     arms = (
         Arm("grpo", {"method": {"name": "grpo"}}),

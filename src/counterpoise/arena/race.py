@@ -272,9 +272,25 @@ def activity(arena: Arena) -> dict[str, Any]:
     arena.live.begin("activity", len(seeds) * len(controls), len(seeds) * num * len(pairs))
     for control in controls:
         names = [name for name, own in pairs if own == control]
-        for name, values in arm_cosines(arena, control, names, seeds, num).items():
+        for name, values in cosines_that_fit(arena, control, names, seeds, num).items():
             arms[name] = {"control": control, "cosine": values}
     return {"batches": num, "seeds": list(seeds), "arms": arms}
+
+
+def cosines_that_fit(
+    arena: Arena, control: str, names: Sequence[str], seeds: Sequence[int], num: int
+) -> dict[str, list[float]]:
+    """``arm_cosines``; out of memory, of half the arms after the other half."""
+    try:
+        return arm_cosines(arena, control, names, seeds, num)
+    except torch.OutOfMemoryError:
+        if len(names) == 1:
+            raise
+        arena.live.say(f"no memory for {len(names)} arms at once: {len(names) // 2} at a time")
+    torch.cuda.empty_cache()
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    first, second = (cosines_that_fit(arena, control, some, seeds, num) for some in halves)
+    return first | second
 
 
 def arm_cosines(
