@@ -82,8 +82,8 @@ def override(rng: random.Random) -> str:
 def begin(file: Path, sets: list[str]) -> None:
     """All that ``counterpoise train`` does before it loads a model, and the first prompts."""
     from counterpoise.trainer import loop
-    from counterpoise.trainer.collect import prompts_from
     from counterpoise.trainer.config import load_config
+    from counterpoise.trainer.prompts import prompts_from
 
     config = load_config(file, sets)
     with mock.patch.object(loop, "load_policy", side_effect=Reached):

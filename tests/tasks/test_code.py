@@ -12,7 +12,7 @@ from counterpoise.errors import ConfigError
 from counterpoise.tasks import Reward, grade, task
 from counterpoise.tasks import code as code_module
 from counterpoise.tasks.code import last_block, score
-from counterpoise.trainer.collect import check_grader
+from counterpoise.trainer.checks import check_grader
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.types import Prompt

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Grades, Task
-from counterpoise.trainer.collect import grade_rollouts, prompts_from
+from counterpoise.trainer.collect import grade_rollouts
 from counterpoise.trainer.config import Config
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
 

@@ -36,7 +36,7 @@ from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import check_forks, check_grader, check_prompts
+from counterpoise.trainer.checks import check_forks, check_grader, check_prompts
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 

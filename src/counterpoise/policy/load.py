@@ -247,11 +247,9 @@ def encode_prompts(
             text as it is.
         max_prompt_tokens: the first prompt that is longer is an error.
     """
-    if chat is None or chat:
-        texts = [_turn(policy, text) for text in texts]
-        ids = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    else:
-        ids = [policy.tokenizer(text)["input_ids"] for text in texts]
+    is_chat = chat is None or chat
+    texts = [_turn(policy, text) for text in texts] if is_chat else list(texts)
+    ids = policy.tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
     for i, prompt in enumerate(ids):
         if max_prompt_tokens is not None and len(prompt) > max_prompt_tokens:
             raise ValueError(

@@ -24,10 +24,11 @@ from counterpoise.run.files import batch_of
 from counterpoise.run.read import batch_files, check_current, checkpoints
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import measure_columns, prompts_from
+from counterpoise.trainer.collect import measure_columns
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.importance import score_tokens
 from counterpoise.trainer.loop import load_policy, set_rate
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.trainer.teacher import Teacher, load_teacher, measure_teacher, saved_weights
 from counterpoise.trainer.update import adamw
 from counterpoise.types import Credit, Plan, Rows

@@ -2,7 +2,8 @@
 
 from counterpoise.sampling.branch import branch
 from counterpoise.sampling.policy import sample_from
-from counterpoise.sampling.sample import SAMPLED, Rollouts, sample
+from counterpoise.sampling.sample import Rollouts, sample
+from counterpoise.sampling.slots import SAMPLED
 from counterpoise.sampling.which import sampler_of
 
 __all__ = ["SAMPLED", "Rollouts", "branch", "sample", "sample_from", "sampler_of"]

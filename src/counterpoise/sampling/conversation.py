@@ -19,14 +19,8 @@ from counterpoise.policy.backbone import evaluating
 from counterpoise.sampling.checks import check_prompts, check_settings
 from counterpoise.sampling.draw import uniforms
 from counterpoise.sampling.engine import engine_for
-from counterpoise.sampling.sample import (
-    Rollouts,
-    asked_of_engine,
-    check_logits,
-    engine_extras,
-    sample,
-)
-from counterpoise.sampling.slots import Answer, Dialogue, Settings
+from counterpoise.sampling.sample import Rollouts, check_logits, sample
+from counterpoise.sampling.slots import Answer, Dialogue, Settings, asked_of_engine, engine_extras
 
 
 def converse(

@@ -34,7 +34,10 @@ from counterpoise.sampling.slots import (
     Moved,
     Settings,
     Slots,
+    Watch,
+    empty_cache,
     empty_columns,
+    hand_over,
     record,
 )
 from counterpoise.sampling.talk import hold_conversations
@@ -85,9 +88,11 @@ class Engine:
         settings: Settings,
         max_rows: int,
         dialogue: Dialogue | None = None,
+        watch: Watch | None = None,
     ) -> Columns:
         """Sample every row, ``prompts[i]`` being the prompt of row i; with a ``dialogue`` a row
-        goes on after each of its turns with what the other side says.
+        goes on after each of its turns with what the other side says. ``watch`` hears of rows that
+        have stopped while others run.
 
         The columns are the engine's own: copy what you keep.
         """
@@ -103,7 +108,7 @@ class Engine:
             try:
                 with self._as_panels() as self.panels:
                     if dialogue is None:
-                        self._run(prompts, settings)
+                        self._run(prompts, settings, watch)
                     else:
                         hold_conversations(self, prompts, settings, dialogue)
             finally:
@@ -166,7 +171,9 @@ class Engine:
                 num_positions,
                 self.shape.head_size,
             )
-            self.keys, self.values = self._allocate(size, model.device)
+            self.keys, self.values = empty_cache(
+                size, self.weights.layers[0].qkv.dtype, model.device
+            )
             self.cos, self.sin = rotary(model, num_positions)
             self.slots, self.graphs = None, {}
         num_slots = min(num_slots, self.keys.shape[1])
@@ -188,37 +195,24 @@ class Engine:
         if uniform_NT.shape[1]:
             self.columns.uniform_NT[:-1].copy_(uniform_NT)
 
-    def _allocate(self, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        dtype = self.weights.layers[0].qkv.dtype
-        try:
-            return torch.zeros(size, dtype=dtype, device=device), torch.zeros(
-                size, dtype=dtype, device=device
-            )
-        except torch.OutOfMemoryError:
-            if size[1] == 1:
-                raise
-            half = (size[0], size[1] // 2, *size[2:])
-            log.warning(
-                "sample: no memory for the cache of %d rows in flight; set rollouts.max_rows"
-                " to %d.",
-                size[1],
-                half[1],
-            )
-            torch.cuda.empty_cache()
-            return self._allocate(half, device)
-
-    def _run(self, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], settings: Settings, watch: Watch | None
+    ) -> None:
         waiting = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
-        num_slots = len(self.slots.row_B)
+        num_slots, running = len(self.slots.row_B), set()
         for column, start in zip(self.slots, (0, 0, 0, len(prompts), False)):
             column.fill_(start)
         while True:
+            if watch is not None:
+                in_use = Slots(*(column[:num_slots] for column in self.slots))
+                running = hand_over(watch, in_use, self.columns, running)
             num_alive = int(self.slots.alive_B[:num_slots].sum())
             free = num_slots - num_alive
             if waiting and free >= min(len(waiting), max(1, num_slots // 8)):
                 taken, waiting = waiting[:free], waiting[free:]
                 slot_R = (~self.slots.alive_B).nonzero()[: len(taken), 0]
                 self.admit(slot_R, taken, [prompts[row] for row in taken])
+                running.update(taken)
             elif num_alive == 0:
                 return
             elif (

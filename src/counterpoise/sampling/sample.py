@@ -25,13 +25,11 @@ from counterpoise.sampling.checks import check_cache, check_prompts, check_setti
 from counterpoise.sampling.draw import Draw, argmax, draw, truncate, uniforms
 from counterpoise.sampling.engine import engine_for
 from counterpoise.sampling.slots import Settings as engine_settings
+from counterpoise.sampling.slots import Watch, asked_of_engine, engine_extras, rows_of
 
 COMPACT_FRAC = (
     0.9  # stopped rows leave the running batch once no more than this share of it is alive
 )
-SAMPLED = frozenset(
-    {"hidden_NTD", "topk_ids_NTK", "topk_logp_NTK"}
-)  # columns the engine can take along
 SYNC_STEPS = 8  # on an accelerator, how often the host asks who is still alive
 
 
@@ -110,6 +108,7 @@ def sample(
     needs: frozenset[str] | set[str] = frozenset(),
     topk: int = 20,
     uniform_NT: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> Rollouts:
     """Draw ``group_size`` answers to every prompt from ``softmax(z / temperature)``, truncated to
     top-k and then to the nucleus top-p.
@@ -132,6 +131,8 @@ def sample(
             all.
         topk: K of the candidates.
         uniform_NT: the numbers in [0, 1) by which each row draws, in place of the seed's.
+        watch: hears of rows that have stopped, and their tokens, every row once: while others still
+            run (the engine), or at the end.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -173,6 +174,8 @@ def sample(
     with evaluating(model), torch.no_grad():
         if fast is None:
             _waves(model, prompts, settings, columns, max_rows)
+            if watch is not None:
+                watch(range(num), rows_of(columns.token_ids_NT, columns.length_N))
         else:
             how = engine_settings(
                 max_new_tokens,
@@ -183,39 +186,13 @@ def sample(
                 greedy,
                 *asked_of_engine(needs, topk, model.config.vocab_size),
             )
-            filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows)
+            filled = fast.fill(model, prompts, columns.uniform_NT, how, max_rows, watch=watch)
             token_ids_NT, logp_NT, entropy_NT, length_N = (
                 column[:-1].clone() for column in filled[:4]
             )
             columns = _Columns(token_ids_NT, logp_NT, entropy_NT, length_N, columns.uniform_NT)
             extras = engine_extras(filled, needs, columns.length_N)
     return _finished(columns, prompt_index, pad_id, stop_S)._replace(**extras)
-
-
-def asked_of_engine(
-    needs: frozenset[str] | set[str], topk: int, num_tokens: int
-) -> tuple[bool, int]:
-    """Whether the engine takes hidden states along, and how many candidates."""
-    has_candidates = bool(needs & {"topk_ids_NTK", "topk_logp_NTK"})
-    return "hidden_NTD" in needs, min(topk, num_tokens) if has_candidates else 0
-
-
-def engine_extras(
-    filled: Any, needs: frozenset[str] | set[str], length_N: Tensor
-) -> dict[str, Tensor]:
-    """The engine's further columns, 0 on padding; half precision widens to float32 as in
-    ``measure``.
-    """
-    width = int(length_N.max())
-    is_padding_NT1 = (torch.arange(width, device=length_N.device) >= length_N[:, None])[:, :, None]
-    columns = {
-        name: getattr(filled, name)[:-1, :width].masked_fill(is_padding_NT1, 0)
-        for name in SAMPLED & needs
-    }
-    return {
-        name: c.float() if c.dtype in (torch.bfloat16, torch.float16) else c
-        for name, c in columns.items()
-    }
 
 
 def _waves(

@@ -5,12 +5,21 @@ Axes: N rollouts, T response tokens, B slots (rows in flight), K candidates, D h
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from counterpoise.sampling.draw import Draw
+
+log = logging.getLogger("counterpoise.sampling")
+SAMPLED = frozenset(
+    {"hidden_NTD", "topk_ids_NTK", "topk_logp_NTK"}
+)  # columns the engine can take along
+# hears of rows that have stopped, and of their tokens
+Watch = Callable[[Sequence[int], list[list[int]]], None]
 
 
 class Settings(NamedTuple):
@@ -116,6 +125,70 @@ def empty_columns(
         given_NT=zeros(rows, tokens, dtype=torch.long) - 1 if settings.has_turns else None,
         limit_N=zeros(rows, dtype=torch.long) if settings.has_turns else None,
     )
+
+
+def empty_cache(
+    size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values; without memory for them, of half the slots."""
+    try:
+        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        return keys, values
+    except torch.OutOfMemoryError:
+        if size[1] == 1:
+            raise
+    half = (size[0], size[1] // 2, *size[2:])
+    log.warning(
+        "sample: no memory for the cache of %d rows in flight; set rollouts.max_rows to %d.",
+        size[1],
+        half[1],
+    )
+    torch.cuda.empty_cache()
+    return empty_cache(half, dtype, device)
+
+
+def asked_of_engine(
+    needs: frozenset[str] | set[str], topk: int, num_tokens: int
+) -> tuple[bool, int]:
+    """Whether the engine takes hidden states along, and how many candidates."""
+    has_candidates = bool(needs & {"topk_ids_NTK", "topk_logp_NTK"})
+    return "hidden_NTD" in needs, min(topk, num_tokens) if has_candidates else 0
+
+
+def engine_extras(
+    filled: Any, needs: frozenset[str] | set[str], length_N: Tensor
+) -> dict[str, Tensor]:
+    """The engine's further columns, 0 on padding; half precision widens to float32 as in
+    ``measure``.
+    """
+    width = int(length_N.max())
+    is_padding_NT1 = (torch.arange(width, device=length_N.device) >= length_N[:, None])[:, :, None]
+    columns = {
+        name: getattr(filled, name)[:-1, :width].masked_fill(is_padding_NT1, 0)
+        for name in SAMPLED & needs
+    }
+    return {
+        name: c.float() if c.dtype in (torch.bfloat16, torch.float16) else c
+        for name, c in columns.items()
+    }
+
+
+def rows_of(token_ids_NT: Tensor, length_N: Tensor) -> list[list[int]]:
+    """The tokens of each row without its padding."""
+    lengths = length_N.tolist()
+    return [row[:num] for row, num in zip(token_ids_NT.tolist(), lengths)]
+
+
+def hand_over(watch: Watch, slots: Slots, columns: Columns, running: Collection[int]) -> set[int]:
+    """Tell ``watch`` of the rows that ran at the last look and have stopped; those that still
+    run.
+    """
+    still = set(slots.row_B[slots.alive_B].tolist())
+    ended = sorted(set(running) - still)
+    if ended:
+        row_R = torch.tensor(ended, device=columns.length_N.device)
+        watch(ended, rows_of(columns.token_ids_NT[row_R], columns.length_N[row_R]))
+    return still
 
 
 def record(

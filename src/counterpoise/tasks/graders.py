@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from counterpoise.tasks.workers import POOL, Graded, Verdict, verdict
+from counterpoise.tasks.workers import POOL, Graded, Verdict, sent, verdict
 from counterpoise.types import Prompt
 
 if TYPE_CHECKING:
@@ -67,32 +67,68 @@ def grade(
     ... )
     Grades(reward=[1.0, 0.0], num_failed=0, num_timed_out=0, messages=[], feedback=())
     """
-    num_workers = min(8, max(2, os.cpu_count() or 2)) if num_workers is None else num_workers
-    if not time_limit_s > 0 or num_workers < 1:
-        raise ValueError(
-            f"grade: time_limit_s must be above 0 and num_workers at least 1, got {time_limit_s}"
-            f" and {num_workers}."
-        )
-    if getattr(task, "is_trusted", False):
-        stream = (Graded(k, verdict(task, *pair)) for k, pair in enumerate(pairs))
-    else:
-        stream = POOL.verdicts(task, pairs, time_limit_s, num_workers)
-    verdicts: dict[int, Verdict] = {}
-    with closing(stream):  # an error leaves no worker with a rollout in hand
-        for item, one in stream:
-            verdicts[item] = one
-            if one.fault and (problem := too_many(verdicts, len(pairs), max_failed_frac)):
-                raise ValueError(f"{where}: {problem}. {first_fault(pairs, verdicts)}. {ADVICE}")
-    return grades(pairs, [verdicts[item] for item in range(len(pairs))])
+    grader = Grader(
+        task, [prompt for prompt, _ in pairs], time_limit_s, num_workers, max_failed_frac, where
+    )
+    grader.add({item: text for item, (_, text) in enumerate(pairs)})
+    return grader.grades()
 
 
-def grades(pairs: Sequence[tuple[Prompt, str]], verdicts: Sequence[Verdict]) -> Grades:
+class Grader:
+    """Verdicts of rollouts whose texts come in parts, under the limits of ``grade``.
+
+    Args:
+        prompts: the prompt of every rollout that will come.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        time_limit_s: float = 5.0,
+        num_workers: int | None = None,
+        max_failed_frac: float = 1.0,
+        where: str = "grade",
+    ) -> None:
+        num_workers = min(8, max(2, os.cpu_count() or 2)) if num_workers is None else num_workers
+        if not time_limit_s > 0 or num_workers < 1:
+            raise ValueError(
+                f"grade: time_limit_s must be above 0 and num_workers at least 1, got"
+                f" {time_limit_s} and {num_workers}."
+            )
+        self.task, self.prompts = task, prompts
+        self.sent = None if getattr(task, "is_trusted", False) else sent(task, prompts)
+        self.time_limit_s, self.num_workers = time_limit_s, num_workers
+        self.max_failed_frac, self.where = max_failed_frac, where
+        self.verdicts: dict[int, Verdict] = {}
+
+    def add(self, texts: Mapping[int, str]) -> None:
+        """Grade some rollouts, by their numbers."""
+        pairs = {item: (self.prompts[item], text) for item, text in texts.items()}
+        if self.sent is None:
+            stream = (Graded(k, verdict(self.task, *pair)) for k, pair in pairs.items())
+        else:
+            stream = POOL.verdicts(self.sent, pairs, self.time_limit_s, self.num_workers)
+        with closing(stream):  # an error leaves no worker with a rollout in hand
+            for item, one in stream:
+                self.verdicts[item] = one
+                problem = one.fault and too_many(
+                    self.verdicts, len(self.prompts), self.max_failed_frac
+                )
+                if problem:
+                    first = first_fault(self.prompts, self.verdicts)
+                    raise ValueError(f"{self.where}: {problem}. {first}. {ADVICE}")
+
+    def grades(self) -> Grades:
+        """What there is, in the order of the rollouts."""
+        return grades(self.prompts, [self.verdicts[item] for item in range(len(self.prompts))])
+
+
+def grades(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> Grades:
     """The verdicts of all rollouts as columns."""
     faults = [one.fault for one in verdicts]
     messages = [
-        f"prompt {prompt.id}: {one.message}"
-        for (prompt, _), one in zip(pairs, verdicts)
-        if one.fault
+        f"prompt {prompt.id}: {one.message}" for prompt, one in zip(prompts, verdicts) if one.fault
     ]
     reward = [one.reward for one in verdicts]
     feedback = [one.feedback for one in verdicts]
@@ -116,7 +152,7 @@ def too_many(verdicts: Mapping[int, Verdict], num_rollouts: int, max_failed_frac
     return ""
 
 
-def first_fault(pairs: Sequence[tuple[Prompt, str]], verdicts: Mapping[int, Verdict]) -> str:
+def first_fault(prompts: Sequence[Prompt], verdicts: Mapping[int, Verdict]) -> str:
     """The first rollout whose grader failed, and how."""
     item = min(item for item, one in verdicts.items() if one.fault)
-    return f"First, prompt {pairs[item][0].id}: {verdicts[item].message}"
+    return f"First, prompt {prompts[item].id}: {verdicts[item].message}"

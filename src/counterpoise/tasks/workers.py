@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -242,13 +242,16 @@ class Pool:
         self.lock = threading.Lock()
 
     def verdicts(
-        self, task: Task, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+        self,
+        sent: Sent,
+        pairs: Mapping[int, tuple[Prompt, str]],
+        time_limit_s: float,
+        num_workers: int,
     ) -> Generator[Graded, None, None]:
         """The verdicts of all pairs, in the order in which they come."""
         with self.lock:
             try:
-                known = sent(task, (prompt for prompt, _ in pairs))
-                yield from self._verdicts(known, pairs, time_limit_s, num_workers)
+                yield from self._verdicts(sent, pairs, time_limit_s, num_workers)
             except BaseException:
                 # a worker may be in the middle of a rollout of this call; its answer must not reach
                 # the next one
@@ -256,9 +259,13 @@ class Pool:
                 raise
 
     def _verdicts(
-        self, sent: Sent, pairs: Sequence[tuple[Prompt, str]], time_limit_s: float, num_workers: int
+        self,
+        sent: Sent,
+        pairs: Mapping[int, tuple[Prompt, str]],
+        time_limit_s: float,
+        num_workers: int,
     ) -> Iterator[Graded]:
-        waiting, num_open = list(range(len(pairs)))[::-1], len(pairs)
+        waiting, num_open = list(pairs)[::-1], len(pairs)
         while num_open:
             for slot in range(num_workers):
                 if waiting and (slot >= len(self.workers) or self.workers[slot].item is None):

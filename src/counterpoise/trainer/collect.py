@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +16,20 @@ from counterpoise.policy import Policy, encode_prompts, measure
 from counterpoise.policy.offsets import tokens_from
 from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import Completions, RolloutBatch
-from counterpoise.sampling import SAMPLED, Rollouts, sample_from
+from counterpoise.sampling import SAMPLED
 from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.stage import call
 from counterpoise.tasks import Grades, Task, grade
+from counterpoise.trainer.checks import SCORE, VALUE, check_one_turn, check_scores
 from counterpoise.trainer.completions import State, complete_states
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
+from counterpoise.trainer.judge import Judged, sample_and_grade
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt, TokenBatch
 
 # ``trainer.teacher`` and ``trainer.importance`` measure them
 APART = {"teacher_logp_NT", "has_teacher_N", "importance_NT"}
-SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
-VALUE = "value_NT"  # what completions measure
 
 
 def collect(
@@ -43,89 +43,6 @@ def collect(
         assert stage.collect is not None
         rollouts = call(stage.collect, rollouts, sampler, **stage.settings)
     return rollouts
-
-
-def prompts_from(task: Task, split: str, seed: int, start: int, num: int) -> list[Prompt]:
-    """The next prompts of a stream; a train stream that ends is begun again."""
-    taken = list(itertools.islice(task.prompts(split, seed, start=start), num))
-    if len(taken) < num and split == "train":
-        whole = list(itertools.islice(task.prompts(split, seed, start=0), start + num))
-        taken = [whole[at % len(whole)] for at in range(start, start + num) if whole]
-    if not taken:
-        raise ConfigError(f"task: no prompts in split {split!r}.")
-    return taken
-
-
-def check_start(task: Task, seed: int, prompts: list[Prompt]) -> None:
-    """A stream starts where it is told to; otherwise every batch would have the same prompts."""
-    later = next(iter(task.prompts("train", seed, start=1)), None)
-    if later is not None and len(prompts) > 1 and later.id != prompts[1].id:
-        raise ConfigError(
-            f"task: prompts('train', {seed}, start=1) begins with {later.id!r}, and the second"
-            f" prompt from start=0 is {prompts[1].id!r}. Prompt k must depend on split, seed and k"
-            " alone."
-        )
-
-
-def check_forks(config: Config, has_turns: bool) -> None:
-    """Openings that a group shares end before the response does, and belong to one turn."""
-    num, most = config.rollouts.fork_tokens, config.rollouts.max_new_tokens
-    if num >= most:
-        raise ConfigError(
-            f"rollouts: fork_tokens must be below max_new_tokens ({most}), got {num}. The rollouts"
-            " of a prompt would all be the same."
-        )
-    if num and has_turns:
-        raise ConfigError(
-            f"rollouts: fork_tokens is {num}, and the task is an environment, whose turns are"
-            " drawn apart. Set it to 0."
-        )
-
-
-def check_one_turn(task: object, method: Method | None = None) -> None:
-    """Fresh ends of responses are sampled and graded without an environment."""
-    if is_environment(task) and (method is None or VALUE in method.needs):
-        raise ConfigError(
-            "task: the method completes responses from where their steps begin, and an environment"
-            " cannot be set back there. Take turn_rloo, or a task with one turn."
-        )
-
-
-def check_scores(method: Method, has_scores: bool) -> None:
-    """A rule that reads scores of turns, and nothing that gives any."""
-    names = ", ".join(stage.name for stage in method.stages if SCORE in stage.needs)
-    if names and not has_scores:
-        raise ConfigError(
-            f"method: {names} reads a score of the state after each turn, which an environment"
-            " gives (Reply.score), and this task does not. Take turn_rloo, or another task."
-        )
-
-
-def check_grader(task: Task, config: Config) -> None:
-    """A task that says how long it may grade (``grading_s``) fits into the recipe's limit."""
-    needs_s = getattr(task, "grading_s", 0.0)
-    if needs_s > config.grader_time_limit_s:
-        raise ConfigError(
-            f"grader_time_limit_s is {config.grader_time_limit_s:g}, and the task may take"
-            f" {needs_s:g} s to grade one answer: slow ones would count as failures of the grader."
-            " Raise grader_time_limit_s or lower task.time_limit_s."
-        )
-
-
-def check_prompts(policy: Policy, task: Task, config: Config) -> None:
-    """Prompts of the first batch and of the evaluation can be read by the model: a chat template,
-    the length limit, a test split.
-    """
-    taken = prompts_from(task, "train", config.seed, 0, config.rollouts.prompts)
-    check_start(task, config.seed, taken)
-    if config.eval.every:
-        taken += prompts_from(task, "test", 0, 0, config.eval.prompts)
-    encode_prompts(
-        policy,
-        [p.text for p in taken],
-        chat=config.chat,
-        max_prompt_tokens=config.rollouts.max_prompt_tokens,
-    )
 
 
 def measure_columns(
@@ -179,14 +96,6 @@ def grade_rollouts(
     )
 
 
-def responses(policy: Policy, rollouts: Rollouts) -> list[str]:
-    """The text of every rollout, special tokens left out."""
-    ids = [
-        row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu())
-    ]
-    return policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
 class RolloutSampler:
     """Everything that is sampled for one batch: prompts of the stream in rounds, and what the
     ``collect`` hook of a stage asks for (``stage.Sampler``).
@@ -234,20 +143,21 @@ class RolloutSampler:
             )
             where = f"batch {self.batch_number}"
             return without_lost(whole, self.config.grader_max_failed_frac, where)
-        rollouts = self._sample(
+        group = [p for p in range(len(prompts)) for _ in range(settings.group_size)]
+        judged = self._sample(
             prompt_ids,
+            [prompts[p] for p in group],
             purpose=purpose,
             group_size=settings.group_size,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_rows=settings.max_rows or len(prompt_ids) * settings.group_size,
+            max_rows=settings.max_rows or len(group),
             needs=self.needs,
             uniform_NT=self._uniforms(len(prompt_ids), purpose),
         )
         self.num_rounds += 1
-        index_N = rollouts.prompt_index_N
-        row_ids = [prompt_ids[p] for p in index_N.tolist()]
-        return self._grade(rollouts, prompts, index_N.clone(), row_ids)
+        row_ids = [prompt_ids[p] for p in group]
+        return self._graded(judged, prompts, judged.rollouts.prompt_index_N.clone(), row_ids)
 
     def answer(
         self,
@@ -265,18 +175,18 @@ class RolloutSampler:
                 " own alone. Take a task with one turn, or a method without corrections."
             )
         limit = settings.max_prompt_tokens + 2 * settings.max_new_tokens + 256
-        answers = self._sample(
+        owners, group = [row for row in rows for _ in range(samples)], rollouts.batch.group_N
+        judged = self._sample(
             self._encode(list(prompts), limit),
+            [rollouts.prompts[p] for p in group[owners].tolist()],
             purpose=purpose,
             group_size=samples,
             max_rows=settings.max_rows or 1024,
         )
-        source_N = answers.prompt_index_N
-        owner_N = torch.tensor(rows, device=source_N.device)[source_N]
-        row_ids = [rollouts.prompt_ids[row] for row in owner_N.tolist()]
-        group_N = rollouts.batch.group_N[owner_N]
-        graded = self._grade(answers, rollouts.prompts, group_N, row_ids)
-        self._count(len(source_N), int(answers.mask_NT.sum()), began)
+        source_N = judged.rollouts.prompt_index_N
+        row_ids = [rollouts.prompt_ids[row] for row in owners]
+        graded = self._graded(judged, rollouts.prompts, group[owners], row_ids)
+        self._count(len(owners), int(judged.rollouts.mask_NT.sum()), began)
         return graded._replace(batch=graded.batch.replace(extra={"source_N": source_N}))
 
     def score(self, rollouts: RolloutBatch) -> RolloutBatch:
@@ -357,23 +267,26 @@ class RolloutSampler:
         uniform_NT = uniforms(seed, rows, settings.max_new_tokens)
         return share_openings(uniform_NT, settings.group_size, settings.fork_tokens)
 
-    def _sample(self, prompt_ids: list[list[int]], *, purpose: str, **settings: Any) -> Rollouts:
-        return sample_from(
+    def _sample(
+        self, prompt_ids: list[list[int]], asked: list[Prompt], *, purpose: str, **settings: Any
+    ) -> Judged:
+        return sample_and_grade(
             self.policy,
+            self.task,
+            self.config,
             prompt_ids,
-            max_new_tokens=self.config.rollouts.max_new_tokens,
+            asked,
+            f"batch {self.batch_number}",
             temperature=self.config.rollouts.temperature,
             seed=derived_seed(self.config.seed, self.batch_number, purpose),
             **settings,
         )
 
-    def _grade(
-        self, rollouts: Rollouts, prompts: list[Prompt], group_N: Tensor, row_ids: list[list[int]]
+    def _graded(
+        self, judged: Judged, prompts: list[Prompt], group_N: Tensor, row_ids: list[list[int]]
     ) -> RolloutBatch:
-        """Rollouts with their texts and rewards; rollout i answers ``prompts[group_N[i]]``."""
-        texts = responses(self.policy, rollouts)
-        asked = [(prompts[p], text) for p, text in zip(group_N.tolist(), texts)]
-        graded = grade_rollouts(self.task, asked, self.config, f"batch {self.batch_number}")
+        """A batch of rollouts; rollout i answers ``prompts[group_N[i]]``."""
+        rollouts, texts, graded = judged
         batch = TokenBatch(
             token_ids_NT=rollouts.token_ids_NT.clone(),
             mask_NT=rollouts.mask_NT.clone(),

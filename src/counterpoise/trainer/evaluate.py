@@ -16,11 +16,12 @@ from counterpoise.maths.trie import row_mask
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.run.files import Columns
 from counterpoise.run.rollouts import ragged, turn_columns
-from counterpoise.sampling import Rollouts, sample_from
+from counterpoise.sampling import Rollouts
 from counterpoise.tasks import Task
-from counterpoise.trainer.collect import grade_rollouts, prompts_from, responses
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.conversations import hold, lost_messages, lost_rows
+from counterpoise.trainer.judge import sample_and_grade
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
 SHOWN = 64  # prompts whose answers are kept
@@ -105,18 +106,18 @@ def _answer(
     seed: int,
 ) -> Answers:
     """One answer each, graded by the task."""
-    rollouts = sample_from(
+    rollouts, texts, graded = sample_and_grade(
         policy,
+        task,
+        config,
         prompt_ids,
+        [prompt for prompt in prompts for _ in range(samples)],
+        "evaluation",
         group_size=samples,
-        max_new_tokens=config.rollouts.max_new_tokens,
         temperature=temperature,
         seed=derived_seed(seed, 0, "eval"),
         max_rows=config.rollouts.max_rows or 1024,
     )
-    texts = responses(policy, rollouts)
-    pairs = [(prompts[p], text) for p, text in zip(rollouts.prompt_index_N.tolist(), texts)]
-    graded = grade_rollouts(task, pairs, config, "evaluation")
     return Answers(rollouts, texts, graded.reward, graded.messages, {}, graded.feedback)
 
 

@@ -23,19 +23,20 @@ from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import own, write
 from counterpoise.run.checkpoint import LoopState
+from counterpoise.run.files import Columns
+from counterpoise.run.later import Later
 from counterpoise.run.read import read_jsonl
+from counterpoise.run.rollouts import rollout_columns
 from counterpoise.tasks import Task
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import (
-    RolloutSampler,
+from counterpoise.trainer.checks import (
     check_forks,
     check_grader,
     check_one_turn,
     check_prompts,
     check_scores,
-    collect,
-    measure_columns,
 )
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.evaluate import eval_metrics, evaluate, held_out
 from counterpoise.trainer.importance import check_answers, score_tokens
@@ -66,7 +67,6 @@ from counterpoise.trainer.warn import (
     listed,
     said_by_us,
 )
-from counterpoise.types import Credit
 
 
 class Result(NamedTuple):
@@ -143,11 +143,15 @@ def train_policy(
     trackers = open_trackers(config, run_dir, state.batch_number)
     num_flat = last_number(run_dir, "reward/flat_batches")
 
-    with stop_requests(progress.note) as stop, progress.open(config, state.batch_number):
+    with (
+        stop_requests(progress.note) as stop,
+        progress.open(config, state.batch_number),
+        Later() as files,
+    ):
         if not resume:
             evaluate_policy(run_dir, 0, policy, task, config, progress)
             is_kept = bool(config.keep_every)
-            save(run_dir, policy, optimizer, state, config, teacher, always=is_kept)
+            save(files, run_dir, policy, optimizer, state, config, teacher, always=is_kept)
         while state.batch_number < num_batches and not stop:
             batch_number, clock = state.batch_number, Clock()
 
@@ -226,14 +230,19 @@ def train_policy(
                 )
             clock.mark("eval_s")
 
-            write_batch(
-                *(run_dir, config, batch_number, collected, credit, plan.manifest),
-                *({**metrics, **listed(warnings)}, clock, sampler.more_s),
+            rows = (
+                rollout_columns(batch_number, collected, credit)
+                if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0
+                else None
             )
+            timing = clock.row(metrics["rollouts/num_tokens"], sampler.more_s)
+            numbers = {**metrics, **listed(warnings)}
+            files.call(write_batch, run_dir, batch_number, rows, plan.manifest, timing, numbers)
             is_due = (
                 bool(config.checkpoint_every) and state.batch_number % config.checkpoint_every == 0
             )
             save(
+                files,
                 run_dir,
                 policy,
                 optimizer,
@@ -373,19 +382,15 @@ def evaluate_policy(
 
 def write_batch(
     run_dir: Path,
-    config: Config,
     batch_number: int,
-    collected: RolloutBatch,
-    credit: Credit,
+    rollouts: Columns | None,
     manifest: dict[str, Any],
+    timing: dict[str, Any],
     metrics: dict[str, Any],
-    clock: Clock,
-    more_s: float,
 ) -> None:
     """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
-    if config.save_rollouts_every and batch_number % config.save_rollouts_every == 0:
-        write.write_rollouts(run_dir, batch_number, collected, credit)
+    if rollouts is not None:
+        write.write_rollout_columns(run_dir, batch_number, rollouts)
     write.write_plan(run_dir, batch_number, manifest)
-    timing = clock.row(metrics["rollouts/num_tokens"], more_s)
     write.append_row(run_dir, "timing", batch_number, timing)
     write.append_row(run_dir, "metrics", batch_number, metrics)

@@ -15,6 +15,7 @@ from counterpoise.policy.load import quiet
 from counterpoise.run import checkpoint, write
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
+from counterpoise.run.later import Later
 from counterpoise.run.read import checkpoints
 from counterpoise.sampling import sampler_of
 from counterpoise.trainer.config import Config, load_config
@@ -70,6 +71,7 @@ def continue_run(
 
 
 def save(
+    files: Later,
     run_dir: Path,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -79,9 +81,12 @@ def save(
     *,
     always: bool,
 ) -> None:
-    """A checkpoint where one is due: ``always``, or at a multiple of ``keep_every``."""
+    """A checkpoint where one is due: ``always``, or at a multiple of ``keep_every``; after the
+    files of its batches.
+    """
     is_kept = bool(config.keep_every) and state.batch_number % config.keep_every == 0
     if always or is_kept:
+        files.wait()
         keep, keep_every = config.keep_checkpoints, config.keep_every
         with quiet():
             checkpoint.save(

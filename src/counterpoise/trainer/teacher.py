@@ -23,8 +23,8 @@ from counterpoise.policy.pack import response_lengths
 from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import Task, grade
-from counterpoise.trainer.collect import prompts_from
 from counterpoise.trainer.config import Config, ConfigError
+from counterpoise.trainer.prompts import prompts_from
 
 LOGP = "teacher_logp_NT"
 SETTINGS = ("source", "template", "model", "rate")

@@ -20,8 +20,8 @@ from counterpoise.policy.bridge import Bridge
 from counterpoise.policy.load import stop_tokens
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.sampling.play import Limits, Play, extra_fields
-from counterpoise.trainer.collect import prompts_from
 from counterpoise.trainer.conversations import decoder, play_out
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from counterpoise.maths.reduce import derived_seed
 from counterpoise.sampling.play import FAILED, mean_metrics
 from counterpoise.tasks import task as make_task
 from counterpoise.tasks.workers import Fault
-from counterpoise.trainer.collect import prompts_from
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
 OVER = "The episode is over."
