@@ -41,6 +41,7 @@ def main() -> None:
     names = [
         "ours",
         "trl",
+        *(["ours plain"] if args.plain else []),
         *(["ours compiled"] if args.compile else []),
         *(["ours delta"] if args.delta else []),
     ]
@@ -94,6 +95,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--plain", action="store_true", help="also ours with optimizer.kernels=torch"
+    )
     parser.add_argument("--compile", action="store_true", help="also ours with optimizer.compile")
     parser.add_argument("--delta", action="store_true", help="also ours with DelTA (row proxy)")
     parser.add_argument(
@@ -138,6 +142,7 @@ def recipe(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
             "lr": 1e-6,
             "updates_per_batch": args.updates,
             "compile": args.who == "ours compiled",
+            "kernels": "torch" if args.who == "ours plain" else "auto",
         },
         "eval": {"every": 0},
         "ledger": {"every": 0},

@@ -204,7 +204,9 @@ def test_same_seed_same_tokens_whatever_is_in_flight():
         assert is_same_N.float().mean() > 0.95, max_rows
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True}])
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing": True}, {"compile": True}, {"kernels": "torch"}]
+)
 def test_options_of_the_update_change_no_gradient(options):
     method, weights = make_method("dapo"), []
     for optimizer in ({}, options):

@@ -23,6 +23,7 @@ OBSERVERS = (
         "optimizer.token_budget",
         "optimizer.activation_checkpointing",
         "optimizer.compile",
+        "optimizer.kernels",
         "rollouts.max_rows",
         "grader_time_limit_s",
         "grader_max_failed_frac",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from counterpoise.catalogue.method import Method
 from counterpoise.policy import measure, token_logp
 from counterpoise.policy.backbone import backbone
+from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.policy.precision import autocast
@@ -116,9 +117,8 @@ def micro_gradient(
     model: PreTrainedModel, method: Method, micro: Rows, collected: RolloutBatch, config: Config
 ) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
-    with (
-        kernels_without_plans()
-    ):  # the backward too: it may compute layers again, and must do so with the same kernels
+    # the backward too: it may compute layers again, and must do so with the same kernels
+    with kernels_without_plans(), chosen_kernels(model, config.optimizer):
         with autocast(model), recomputing(model, config.optimizer):
             trainer_logp_NT = token_logp(
                 model,
@@ -141,7 +141,7 @@ def prepare_rows(
     if not method.needs_update_logp:
         return rows
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
-    with autocast(model):
+    with autocast(model), chosen_kernels(model, config.optimizer):
         columns = measure(
             model,
             prompt_ids,
@@ -168,6 +168,7 @@ def prepare_update(model: PreTrainedModel, settings: Optimizer) -> Any:
     """The model with its decoder layers compiled or able to compute activations again, as the
     recipe says.
     """
+    check_kernels(model, settings)
     if settings.activation_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
@@ -180,6 +181,25 @@ def prepare_update(model: PreTrainedModel, settings: Optimizer) -> Any:
         for layer in decoder_layers(model, "compile"):
             layer.compile(dynamic=True)
     return model
+
+
+def check_kernels(model: PreTrainedModel, settings: Optimizer) -> None:
+    """An error where the recipe asks for fused kernels that the update could not use."""
+    if settings.kernels != "fused":
+        return
+    reason = "optimizer.compile fuses them already" if settings.compile else why_not_fused(model)
+    if reason:
+        raise ConfigError(
+            f"optimizer.kernels: the layers cannot have fused kernels: {reason}. Set it to auto or"
+            " torch."
+        )
+
+
+def chosen_kernels(model: PreTrainedModel, settings: Optimizer) -> AbstractContextManager[None]:
+    """The decoder layers with the recipe's kernels for the block."""
+    if settings.kernels == "torch" or settings.compile or why_not_fused(model):
+        return nullcontext()
+    return fused_layers(model)
 
 
 def decoder_layers(model: PreTrainedModel, setting: str) -> list[Any]:
