@@ -16,6 +16,8 @@ import torch
 from counterpoise.policy import add_lora, token_logp
 from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.logp import logp_function
+from counterpoise.policy.pack import pack_rows
+from counterpoise.policy.prefix import Prefixes
 from counterpoise.trainer.config import ConfigError, parse_config
 from counterpoise.trainer.update import chosen_kernels, prepare_update
 from helpers.tiny_models import tiny
@@ -29,7 +31,7 @@ CAN_RUN = importlib.util.find_spec("triton") is not None and (
 needs_triton = pytest.mark.skipif(not CAN_RUN, reason="no Triton that could run here")
 
 NAMES = ("llama", "qwen2", "qwen3")
-PROMPTS = [[3, 4, 5]] * 3 + [[6, 7]] * 2
+PROMPTS = [[3, 4, 5], [6, 7], [3, 4, 5], [6, 7], [3, 4, 5]]
 LENGTHS = [7, 5, 6, 7, 2]
 
 
@@ -73,6 +75,10 @@ def assert_close(fused, plain, tolerance):
 def test_log_probs_and_gradients_are_those_of_the_plain_layers(name, sizes):
     model = tiny(name, **sizes).to(DEVICE)
     assert_close(gradient(model, fused=True), gradient(model, fused=False), 1e-5)
+
+
+def test_prompts_are_read_once_here():
+    assert isinstance(pack_rows(*texts(), torch.device(DEVICE), share=True).layout, Prefixes)
 
 
 @needs_triton

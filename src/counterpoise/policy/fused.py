@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -102,27 +103,15 @@ def _layer(
     assert past_key_values is None
     attention, mlp = layer.self_attn, layer.mlp
     hidden, *inputs = _add_norm(layer.input_layernorm, hidden_states, None, 3)
-    states = _heads(attention, inputs, position_embeddings)
-    mixed, _ = _attention_of(attention)(
-        attention,
-        *(part.transpose(1, 2) for part in states),
-        attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
-        scaling=attention.scaling,
-        sliding_window=getattr(attention, "sliding_window", None),
-        **kwargs,
-    )
+    mix = _mix_prefixes if "prefix_shape" in kwargs else _mix
+    mixed = mix(attention, _heads(attention, inputs), position_embeddings, attention_mask, **kwargs)
     change = attention.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
     hidden, first, second = _add_norm(layer.post_attention_layernorm, hidden, change, 2)
     return hidden + mlp.down_proj(open_gate(mlp.gate_proj(first), mlp.up_proj(second)))
 
 
-def _heads(
-    attention: Any, inputs: list[Tensor], position_embeddings: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values, [B, L, heads, C]."""
-    from counterpoise.policy.kernels.triton_rotate import rotate
-
+def _heads(attention: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values before rotation, [B, L, heads, C]."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     query, key, value = (
         project(states).unflatten(-1, (-1, attention.head_dim))
@@ -130,8 +119,52 @@ def _heads(
     )
     if hasattr(attention, "q_norm"):
         query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-    query, key = rotate(query, key, *position_embeddings, _dtype(query, position_embeddings[0]))
     return query, key, value
+
+
+def _mix(
+    attention: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention as the model has it, of rotated heads."""
+    from counterpoise.policy.kernels.triton_rotate import rotate
+
+    query, key, value = heads
+    query, key = rotate(query, key, *position_embeddings, _dtype(query, position_embeddings[0]))
+    return _attention_of(attention)(
+        attention,
+        *(part.transpose(1, 2) for part in (query, key, value)),
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        sliding_window=getattr(attention, "sliding_window", None),
+        **kwargs,
+    )[0]
+
+
+def _mix_prefixes(
+    attention: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """What ``prefix.attend`` computes, with one pass before its two products and one after."""
+    from counterpoise.policy.kernels.triton_prefix import Layout, join, place
+
+    layout = Layout(*kwargs["prefix_shape"], *kwargs["prefix_rows"])
+    flat, turns = (part.flatten(0, 1) for part in heads), (part[0] for part in position_embeddings)
+    placed = place(*flat, *turns, layout, _dtype(heads[0], position_embeddings[0]))
+    prompts, responses = (
+        [part.transpose(1, 2) for part in parts] for parts in (placed[:3], placed[3:])
+    )
+    scale = attention.scaling
+    first = F.scaled_dot_product_attention(*prompts, is_causal=True, scale=scale, enable_gqa=True)
+    second = F.scaled_dot_product_attention(*responses, attn_mask=attention_mask, scale=scale)
+    return join(first.transpose(1, 2), second.transpose(1, 2), layout)
 
 
 def _attention_of(attention: Any) -> Any:

@@ -130,6 +130,7 @@ def hidden_of_prefixes(
             use_cache=False,
             prefix_shape=(*rows.ids_PW.shape, *rows.ids_NS.shape),
             prefix_N=rows.prompt_N,
+            prefix_rows=rows_by_prompt(rows),
         ).last_hidden_state[0]
     return hidden_LD.index_select(0, flat_index(rows, row_M, column_M))
 
@@ -146,6 +147,13 @@ def flat_index(rows: Prefixes, row_M: Tensor, column_M: Tensor) -> Tensor:
     return torch.where(
         column_M == 0, last_N[row_M], num_prompts * width + row_M * length + column_M - 1
     )
+
+
+def rows_by_prompt(rows: Prefixes) -> tuple[Tensor, Tensor]:
+    """(order_N, start_P1): rows ``order_N[start_P1[p] : start_P1[p + 1]]`` continue prompt p."""
+    sorted_N, order_N = rows.prompt_N.sort(stable=True)
+    number_P1 = torch.arange(len(rows.ids_PW) + 1, device=order_N.device)
+    return order_N, torch.searchsorted(sorted_N, number_P1)
 
 
 def attend(
@@ -196,7 +204,7 @@ def own_attention(config: Any) -> Iterator[None]:
 def _split(part: Tensor, num_prompts: int, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """[1, heads, tokens, C] -> [P, heads, W, C] and [N, heads, S, C]."""
     cut = num_prompts * width
-    prompts, responses = part[0, :, :cut], part[0, :, cut:]
+    prompts, responses = part.squeeze(0).split([cut, part.shape[2] - cut], 1)
     return prompts.unflatten(1, (num_prompts, width)).transpose(0, 1), responses.unflatten(
         1, (num_rows, -1)
     ).transpose(0, 1)
