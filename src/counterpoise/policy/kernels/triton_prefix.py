@@ -273,13 +273,16 @@ def _gather(
         key2 += tl.load(keys_ptr + at + half, mask=is_key, other=0.0).to(tl.float32)
         value += tl.load(values_ptr + at, mask=is_key, other=0.0).to(tl.float32)
         value2 += tl.load(values_ptr + at + half, mask=is_key, other=0.0).to(tl.float32)
-    goal, kind = query_ptr + (token * H + h) * C + c, query_ptr.dtype.element_ty
+    kind = query_ptr.dtype.element_ty
+    goal = query_ptr + (token * H + h) * C + c
     tl.store(goal, (query * cos + query2 * sin).to(kind), mask=is_query)
     tl.store(goal + half, (query2 * cos - query * sin).to(kind), mask=is_query)
-    goal, kind = key_ptr + (token * K + k) * C + c, key_ptr.dtype.element_ty
+    kind = key_ptr.dtype.element_ty
+    goal = key_ptr + (token * K + k) * C + c
     tl.store(goal, (key * cos + key2 * sin).to(kind), mask=is_key)
     tl.store(goal + half, (key2 * cos - key * sin).to(kind), mask=is_key)
-    goal, kind = value_ptr + (token * K + k) * C + c, value_ptr.dtype.element_ty
+    kind = value_ptr.dtype.element_ty
+    goal = value_ptr + (token * K + k) * C + c
     tl.store(goal, value.to(kind), mask=is_key)
     tl.store(goal + half, value2.to(kind), mask=is_key)
 
