@@ -15,6 +15,7 @@ import torch
 
 from counterpoise.policy import add_lora, token_logp
 from counterpoise.policy.fused import fused_layers, why_not_fused
+from counterpoise.policy.joined import can_join, join_projections
 from counterpoise.policy.logp import logp_function
 from counterpoise.policy.pack import pack_rows
 from counterpoise.policy.prefix import Prefixes
@@ -141,6 +142,25 @@ def test_forward_mode_after_the_block():
     params = {name: value.detach() for name, value in model.named_parameters()}
     _, change_NT = torch.func.jvp(logp_function(model, *texts()), (params,), (params,))
     assert change_NT.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_joined_projections_are_casts_of_the_weights_and_so_are_their_gradients(name):
+    model = tiny(name)
+    layers = model.model.layers
+    joined = join_projections(layers, torch.bfloat16)
+    assert can_join(layers)
+    assert len(joined) == len(layers)
+    attention, mlp = layers[1].self_attn, layers[1].mlp
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert torch.equal(joined[1].qkv.weight, torch.cat([p.weight for p in qkv]).bfloat16())
+    assert torch.equal(joined[1].down.weight, mlp.down_proj.weight.bfloat16())
+    if name == "qwen2":
+        assert torch.equal(joined[1].qkv.bias, torch.cat([p.bias for p in qkv]).bfloat16())
+    grad = torch.randn_like(joined[1].gate_up.weight)
+    joined[1].gate_up.weight.backward(grad)
+    both = torch.cat([mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad])
+    assert torch.equal(both, grad.float())
 
 
 def test_nothing_is_left_behind_and_other_models_are_untouched():

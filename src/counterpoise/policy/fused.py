@@ -3,7 +3,8 @@ over memory than Hugging Face's layers, without the wait for a compiler.
 
 Layers of one model instance run ``_layer`` in place of their own forward; other models of the
 process are untouched, and outside the block the model is what it was: forward mode and
-``torch.func`` do not go through these kernels. Projections are called as modules, so adapters work.
+``torch.func`` do not go through these kernels. Adapters work: projections are called as modules,
+unless autocast would only cast and multiply (``joined``).
 
 Under autocast the norm and the rotation write the half-precision numbers that the next product
 would round to anyway.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from counterpoise.policy.joined import Joined, can_join, join_projections
 from counterpoise.policy.prefix import DECODERS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +55,8 @@ def fused_layers(model: PreTrainedModel) -> Iterator[None]:
     A backward that computes layers again belongs inside.
     """
     decoder: Any = model.get_decoder()
-    forwards = {layer: partial(_layer, layer) for layer in decoder.layers}
+    weights = _Weights(decoder)
+    forwards = {layer: partial(_layer, layer, weights) for layer in decoder.layers}
     forwards[decoder.norm] = partial(_norm, decoder.norm)
     for module, forward in forwards.items():
         module.forward = forward
@@ -62,6 +65,26 @@ def fused_layers(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in forwards:
             del module.forward
+
+
+class _Weights:
+    """The joined projections of a forward under autocast, made when its first layer asks.
+
+    None where there are none: no autocast, adapters, or layers that the backward computes again,
+    which has to find there what the forward had."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.layers = list(decoder.layers)
+        self.can_join = not decoder.is_gradient_checkpointing and can_join(self.layers)
+        self.joined: dict[Any, Joined] = {}
+
+    def of(self, layer: Any, device: str) -> Joined | None:
+        if not self.can_join or not torch.is_autocast_enabled(device):
+            return None
+        if layer is self.layers[0]:
+            parts = join_projections(self.layers, torch.get_autocast_dtype(device))
+            self.joined = dict(zip(self.layers, parts))
+        return self.joined[layer]
 
 
 def _why_not_layers(decoder: Any) -> str | None:
@@ -90,6 +113,7 @@ def _passed_by(decoder: Any) -> Iterator[nn.Module]:
 
 def _layer(
     layer: Any,
+    weights: _Weights,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     past_key_values: None = None,
@@ -98,25 +122,38 @@ def _layer(
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer of Llama, Qwen2 or Qwen3."""
-    from counterpoise.policy.kernels.triton_gate import open_gate
-
     assert past_key_values is None
-    attention, mlp = layer.self_attn, layer.mlp
-    hidden, *inputs = _add_norm(layer.input_layernorm, hidden_states, None, 3)
+    attention, joined = layer.self_attn, weights.of(layer, hidden_states.device.type)
+    hidden, *inputs = _add_norm(layer.input_layernorm, hidden_states, None, 1 if joined else 3)
+    heads = _heads(attention, inputs, joined)
     mix = _mix_prefixes if "prefix_shape" in kwargs else _mix
-    mixed = mix(attention, _heads(attention, inputs), position_embeddings, attention_mask, **kwargs)
-    change = attention.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
-    hidden, first, second = _add_norm(layer.post_attention_layernorm, hidden, change, 2)
-    return hidden + mlp.down_proj(open_gate(mlp.gate_proj(first), mlp.up_proj(second)))
+    mixed = mix(attention, heads, position_embeddings, attention_mask, **kwargs)
+    mixed = mixed.reshape(*hidden.shape[:-1], -1)
+    change = F.linear(mixed, *joined.out) if joined else attention.o_proj(mixed)
+    norm = layer.post_attention_layernorm
+    hidden, *inputs = _add_norm(norm, hidden, change, 1 if joined else 2)
+    return hidden + _mlp(layer.mlp, inputs, joined)
 
 
-def _heads(attention: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _mlp(mlp: Any, inputs: list[Tensor], joined: Joined | None) -> Tensor:
+    from counterpoise.policy.kernels.triton_gate import open_gate, open_joined_gate
+
+    if joined:
+        return F.linear(open_joined_gate(F.linear(inputs[0], *joined.gate_up)), *joined.down)
+    return mlp.down_proj(open_gate(mlp.gate_proj(inputs[0]), mlp.up_proj(inputs[1])))
+
+
+def _heads(
+    attention: Any, inputs: list[Tensor], joined: Joined | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values before rotation, [B, L, heads, C]."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
-    query, key, value = (
-        project(states).unflatten(-1, (-1, attention.head_dim))
-        for project, states in zip(projections, inputs)
-    )
+    if joined:
+        sizes = [linear.out_features for linear in projections]
+        parts = F.linear(inputs[0], *joined.qkv).split(sizes, -1)
+    else:
+        parts = (project(states) for project, states in zip(projections, inputs))
+    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
     if hasattr(attention, "q_norm"):
         query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
     return query, key, value
@@ -149,15 +186,16 @@ def _mix_prefixes(
     attention: Any,
     heads: tuple[Tensor, Tensor, Tensor],
     position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Tensor:
     """What ``prefix.attend`` computes, with one pass before its two products and one after."""
     from counterpoise.policy.kernels.triton_prefix import Layout, join, place
 
     layout = Layout(*kwargs["prefix_shape"], *kwargs["prefix_rows"])
-    flat, turns = (part.flatten(0, 1) for part in heads), (part[0] for part in position_embeddings)
-    placed = place(*flat, *turns, layout, _dtype(heads[0], position_embeddings[0]))
+    query, key, value = (part.flatten(0, 1) for part in heads)
+    cos, sin = (part[0] for part in position_embeddings)
+    placed = place(query, key, value, cos, sin, layout, _dtype(query, cos))
     prompts, responses = (
         [part.transpose(1, 2) for part in parts] for parts in (placed[:3], placed[3:])
     )

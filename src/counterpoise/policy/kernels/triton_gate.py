@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK = 512
 
 
 def open_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -19,44 +19,80 @@ def open_gate(gate: Tensor, up: Tensor) -> Tensor:
     return _Gate.apply(gate, up)
 
 
+def open_joined_gate(gate_up: Tensor) -> Tensor:
+    """The same of one tensor whose rows are gate and up, one after the other."""
+    return _JoinedGate.apply(gate_up)
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate, dtype=torch.promote_types(gate.dtype, up.dtype))
-        _forward[(triton.cdiv(out.numel(), BLOCK),)](gate, up, out, out.numel(), BLOCK)
         ctx.save_for_backward(gate, up)
-        return out
+        return _opened(gate, up)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        _backward[(triton.cdiv(gate.numel(), BLOCK),)](
-            gate, up, d_out.contiguous(), d_gate, d_up, gate.numel(), BLOCK
-        )
+        _open_back(gate, up, d_out, d_gate, d_up)
         return d_gate, d_up
 
 
+class _JoinedGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        return _opened(*gate_up.chunk(2, -1))
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        d_gate_up = torch.empty_like(gate_up)
+        _open_back(*gate_up.chunk(2, -1), d_out, *d_gate_up.chunk(2, -1))
+        return d_gate_up
+
+
+def _opened(gate: Tensor, up: Tensor) -> Tensor:
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    _forward[_grid(gate)](gate, up, out, gate.stride(-2), gate.shape[-1], BLOCK)
+    return out
+
+
+def _open_back(gate: Tensor, up: Tensor, d_out: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
+    step, size = gate.stride(-2), gate.shape[-1]
+    _backward[_grid(gate)](gate, up, d_out.contiguous(), d_gate, d_up, step, size, BLOCK)
+
+
+def _grid(gate: Tensor) -> tuple[int, int]:
+    size = gate.shape[-1]
+    return gate.numel() // size, triton.cdiv(size, BLOCK)
+
+
 @triton.jit
-def _forward(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    f = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _forward(gate_ptr, up_ptr, out_ptr, step, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = f < size
-    gate = tl.load(gate_ptr + f, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + f, mask=here, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * step + f, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * step + f, mask=here, other=0.0).to(tl.float32)
     opened = (gate / (1 + tl.exp(-gate))).to(gate_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + f, (opened * up).to(out_ptr.dtype.element_ty), mask=here)
+    tl.store(out_ptr + row * size + f, (opened * up).to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _backward(gate_ptr, up_ptr, d_out_ptr, d_gate_ptr, d_up_ptr, size, BLOCK: tl.constexpr):
-    f = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = f < size
-    gate = tl.load(gate_ptr + f, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + f, mask=here, other=0.0).to(tl.float32)
-    d_out = tl.load(d_out_ptr + f, mask=here, other=0.0).to(tl.float32)
+def _backward(gate_ptr, up_ptr, d_out_ptr, d_gate_ptr, d_up_ptr, step, size, BLOCK: tl.constexpr):
+    """Gradients have the steps of what they are gradients of."""
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here, at = f < size, row * step + f
+    gate = tl.load(gate_ptr + at, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=here, other=0.0).to(tl.float32)
+    d_out = tl.load(d_out_ptr + row * size + f, mask=here, other=0.0).to(tl.float32)
     share = 1 / (1 + tl.exp(-gate))
     opened = (gate * share).to(gate_ptr.dtype.element_ty).to(tl.float32)
     d_gate = d_out * up * share * (1 + gate * (1 - share))
-    tl.store(d_gate_ptr + f, d_gate.to(d_gate_ptr.dtype.element_ty), mask=here)
-    tl.store(d_up_ptr + f, (d_out * opened).to(d_up_ptr.dtype.element_ty), mask=here)
+    tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=here)
+    tl.store(d_up_ptr + at, (d_out * opened).to(d_up_ptr.dtype.element_ty), mask=here)

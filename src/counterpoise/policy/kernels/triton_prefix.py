@@ -67,8 +67,9 @@ class _Place(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         sizes = query.shape[1], key.shape[1], query.shape[2]
         outs = _outs(layout, sizes, dtype, query.device)
-        flat = [part.contiguous() for part in (query, key, value)]
-        _launch(_place, flat, outs, (cos, sin), layout, sizes)
+        flat = [_dense_heads(part) for part in (query, key, value)]
+        steps = (part.stride(0) // part.shape[2] for part in flat)
+        _launch(_place, flat, outs, (cos, sin), layout, sizes, *steps)
         ctx.save_for_backward(cos, sin)
         ctx.layout, ctx.sizes = layout, sizes
         ctx.dtypes = query.dtype, key.dtype, value.dtype
@@ -122,11 +123,26 @@ def _outs(
 
 
 def _launch(
-    kernel: Any, flat: Any, placed: Any, turns: Any, layout: Layout, sizes: tuple[int, int, int]
+    kernel: Any,
+    flat: Any,
+    placed: Any,
+    turns: Any,
+    layout: Layout,
+    sizes: tuple[int, int, int],
+    *steps: int,
 ) -> None:
     kernel[(len(flat[0]),)](
-        *(*flat, *placed, *turns, layout.order_N, layout.start_P1), *_constants(layout, sizes)
+        *(*flat, *placed, *turns, layout.order_N, layout.start_P1),
+        *_constants(layout, sizes),
+        *steps,
     )
+
+
+def _dense_heads(part_LHC: Tensor) -> Tensor:
+    """The tensor, if its heads lie one after the other, tokens at multiples of their size."""
+    step, *rest = part_LHC.stride()
+    is_dense = rest == [part_LHC.shape[2], 1] and step % part_LHC.shape[2] == 0
+    return part_LHC if is_dense else part_LHC.contiguous()
 
 
 def _constants(layout: Layout, sizes: tuple[int, int, int]) -> tuple[int, ...]:
@@ -159,7 +175,11 @@ def _place(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    QUERY_STEP: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
 ):
+    """Steps from token to token are counted in heads."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = C // 2
     G: tl.constexpr = H // K
@@ -169,15 +189,15 @@ def _place(
     is_query, is_key = (h < H) & (c < half), (k < K) & (c < half)
     cos = tl.load(cos_ptr + token * C + c, mask=c < half, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * C + c, mask=c < half, other=0.0).to(tl.float32)
-    source = query_ptr + (token * H + h) * C + c
+    source = query_ptr + (token * QUERY_STEP + h) * C + c
     a = tl.load(source, mask=is_query, other=0.0).to(tl.float32)
     b = tl.load(source + half, mask=is_query, other=0.0).to(tl.float32)
     query, query2 = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
-    source = key_ptr + (token * K + k) * C + c
+    source = key_ptr + (token * KEY_STEP + k) * C + c
     a = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
     b = tl.load(source + half, mask=is_key, other=0.0).to(tl.float32)
     key, key2 = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
-    source = value_ptr + (token * K + k) * C + c
+    source = value_ptr + (token * VALUE_STEP + k) * C + c
     value = tl.load(source, mask=is_key, other=0.0).to(kind)
     value2 = tl.load(source + half, mask=is_key, other=0.0).to(kind)
     if token < cut:

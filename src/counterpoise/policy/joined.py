@@ -1,0 +1,95 @@
+"""The projections of a decoder's layers in autocast's precision, those that read the same states
+joined: all of them are cast together, instead of one by one as autocast does.
+
+Products are those of autocast, up to the order of their sums, and gradients are cast back likewise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Product(NamedTuple):
+    """One or more projections: ``x W^T + b``, results one after the other."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Joined(NamedTuple):
+    """Of one layer."""
+
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+
+
+def projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
+    """Of one layer, those that read the same states together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
+    )
+
+
+def can_join(layers: Sequence[Any]) -> bool:
+    """Whether every projection is no more than its float32 weight and bias (adapters are)."""
+    groups = [group for layer in layers for group in projections(layer)]
+    return all(
+        type(linear) is nn.Linear
+        and linear.weight.dtype == torch.float32
+        and (linear.bias is None) == (group[0].bias is None)
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        for group in groups
+        for linear in group
+    )
+
+
+def join_projections(layers: Sequence[Any], dtype: torch.dtype) -> list[Joined]:
+    """The projections of every layer as they are now, in ``dtype``; differentiable."""
+    groups = [group for layer in layers for group in projections(layer)]
+    kinds = [
+        [getattr(linear, kind) for linear in group]
+        for group in groups
+        for kind in ("weight", "bias")
+        if getattr(group[0], kind) is not None
+    ]
+    sizes = tuple(tuple(len(part) for part in parts) for parts in kinds)
+    cast = iter(_Join.apply(dtype, sizes, *(part for parts in kinds for part in parts)))
+    products = iter(
+        [Product(next(cast), None if group[0].bias is None else next(cast)) for group in groups]
+    )
+    return [Joined(*(next(products) for _ in Joined._fields)) for _ in layers]
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, sizes: tuple[tuple[int, ...], ...], *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.dtype = sizes, parts[0].dtype
+        first = itertools.accumulate((len(lengths) for lengths in sizes), initial=0)
+        outs = [
+            parts[at].new_empty(sum(lengths), *parts[at].shape[1:], dtype=dtype)
+            for at, lengths in zip(first, sizes)
+        ]
+        pieces = [piece for out, lengths in zip(outs, sizes) for piece in out.split(lengths)]
+        torch._foreach_copy_(pieces, parts)  # pyright: ignore[reportPrivateImportUsage]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Any, ...]:
+        pieces = [piece for out, lengths in zip(d_outs, ctx.sizes) for piece in out.split(lengths)]
+        grads = [torch.empty_like(piece, dtype=ctx.dtype) for piece in pieces]
+        torch._foreach_copy_(grads, pieces)  # pyright: ignore[reportPrivateImportUsage]
+        return None, None, *grads
