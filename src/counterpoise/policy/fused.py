@@ -196,12 +196,14 @@ def _mix_prefixes(
     query, key, value = (part.flatten(0, 1) for part in heads)
     cos, sin = (part[0] for part in position_embeddings)
     placed = place(query, key, value, cos, sin, layout, _dtype(query, cos))
-    prompts, responses = (
-        [part.transpose(1, 2) for part in parts] for parts in (placed[:3], placed[3:])
+    query, key, value = (part.transpose(1, 2) for part in placed[:3])
+    first = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=True
     )
-    scale = attention.scaling
-    first = F.scaled_dot_product_attention(*prompts, is_causal=True, scale=scale, enable_gqa=True)
-    second = F.scaled_dot_product_attention(*responses, attn_mask=attention_mask, scale=scale)
+    query, key, value = (part.transpose(1, 2) for part in placed[3:])
+    second = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=attention.scaling
+    )
     return join(first.transpose(1, 2), second.transpose(1, 2), layout)
 
 
