@@ -9,7 +9,8 @@ written as each trainer writes them by default (ours without ledger, evaluation 
 without checkpoints). Seconds are medians after ``--warmup`` batches. Each runs in a process of its
 own, one after the other, ``--rounds`` times in turn; memory is that process's peak: allocated on
 the accelerator where there is one, else resident. TRL updates with micro-batches of prompts x group
-/ updates rows and without activation checkpointing, which is its fastest setting. Both weights are
+/ updates rows (``--trl-rows`` where memory does not hold them) and without activation
+checkpointing, which is its fastest setting. Both weights are
 float32, with bfloat16 autocast on an accelerator."""
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument(
+        "--trl-rows", type=int, help="rows of TRL's micro-batches, where a whole update is too much"
+    )
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
@@ -237,12 +241,15 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
             if state.global_step % args.updates == 0:
                 times.append(now())
 
+    whole = args.prompts * args.group_size // args.updates
+    rows = args.trl_rows or whole
+    micro_batches = whole // rows
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=args.prompts * args.group_size // args.updates,
-            gradient_accumulation_steps=1,
-            steps_per_generation=args.updates,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=micro_batches,
+            steps_per_generation=args.updates * micro_batches,
             num_generations=args.group_size,
             max_completion_length=args.new_tokens,
             max_steps=settings["num_batches"] * args.updates,

@@ -43,7 +43,6 @@ from counterpoise.trainer.loop import device_of
 KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
 UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
-BATCHES = 10  # batches of the control's way on which activity is measured
 
 
 class Arena(NamedTuple):
@@ -263,11 +262,13 @@ def scores_of(
 
 
 def activity(arena: Arena) -> dict[str, Any]:
-    """Cosines of every arm with its control, for those that can share a stack with it."""
+    """Cosines of every arm with its control, for those that can share a stack with it: along the
+    whole way of one seed, since a method may begin to differ late.
+    """
     design, arms = arena.design, {}
     pairs = [(arm.name, design.control_of(arm.name)) for arm in design.arms if not arm.repeats]
     pairs = [(name, control) for name, control in pairs if control is not None]
-    seeds, num = design.tuning_seeds or design.seeds[:1], min(BATCHES, max(1, design.last))
+    seeds, num = (design.tuning_seeds or design.seeds)[:1], max(1, design.last)
     controls = dict.fromkeys(control for _, control in pairs)
     arena.live.begin("activity", len(seeds) * len(controls), len(seeds) * num * len(pairs))
     for control in controls:
