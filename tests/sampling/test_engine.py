@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import counterpoise as cp
-from counterpoise.policy import load_model, measure
+from counterpoise.policy import load_model, measure, prefix
 from counterpoise.policy.backbone import backbone
 from counterpoise.sampling import engine, sample
 from counterpoise.tasks import task
@@ -165,11 +165,13 @@ def test_delta_takes_its_columns_from_the_sampler():
     assert {name for name in method.needs if getattr(batch, name, None) is None} == set()
 
 
-def test_recomputed_activations_change_no_gradient():
-    """One plain gradient step with and without activation checkpointing: equal bits, and the layers
-    did run twice.
+def test_recomputed_activations_change_no_gradient(monkeypatch):
+    """One plain gradient step with and without activation checkpointing: equal bits, prompts read
+    once in both, and the layers did run twice.
     """
-    method, weights, calls = cp.method("dapo"), [], []
+    method, weights, calls, shared = cp.method("dapo"), [], [], []
+    split = prefix._split
+    monkeypatch.setattr(prefix, "_split", lambda *args: shared.append(1) or split(*args))
     for is_on in (False, True):
         config = parse_config(
             {
@@ -192,10 +194,13 @@ def test_recomputed_activations_change_no_gradient():
             model, torch.optim.SGD(model.parameters(), lr=0.1), method, rows, collected, config
         )
         assert not any(layer.training for layer in model.model.layers)
+        assert model.config._attn_implementation == "sdpa"
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        calls.append(len(counted))
+        calls.append((len(counted), len(shared)))
+        shared.clear()
     assert torch.equal(*weights)
-    assert calls[1] == 2 * calls[0]
+    assert calls[0][1] > 0
+    assert calls[1] == (2 * calls[0][0], 2 * calls[0][1])
 
 
 @pytest.mark.parametrize("setting", ["activation_checkpointing", "compile"])

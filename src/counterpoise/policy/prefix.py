@@ -30,6 +30,7 @@ ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
 GRAIN = 8
 # of the tokens of whole rows: above it the second attention costs more than the prompts saved
 WORTH_FRAC = 0.9
+_HELD: set[int] = set()  # configs of models whose attention stays as the forward had it
 
 
 class Prefixes(NamedTuple):
@@ -102,8 +103,7 @@ def prefixes(
 
 
 def can_share(decoder: PreTrainedModel) -> bool:
-    """Whether the decoder's attention can be ours: a known architecture, no window, nothing
-    computed again in the backward, no dropout.
+    """Whether the decoder's attention can be ours: a known architecture, no window, no dropout.
 
     And no rotation that depends on the longest row: flat tokens may have a position that no row
     has."""
@@ -113,7 +113,6 @@ def can_share(decoder: PreTrainedModel) -> bool:
         and config._attn_implementation == "sdpa"
         and not getattr(config, "use_sliding_window", False)
         and not rotates_by_length(decoder)
-        and not decoder.is_gradient_checkpointing
         and not decoder.training
     )
 
@@ -192,12 +191,28 @@ def attend(
 
 @contextmanager
 def own_attention(config: Any) -> Iterator[None]:
-    """The model's attention is ``attend`` for the block."""
+    """The model's attention is ``attend`` for the block, and on to the end of ``same_attention``
+    around it.
+    """
     implementation = config._attn_implementation
     config._attn_implementation = NAME
     try:
         yield
     finally:
+        if id(config) not in _HELD:
+            config._attn_implementation = implementation
+
+
+@contextmanager
+def same_attention(model: PreTrainedModel) -> Iterator[None]:
+    """One forward and its backward, which may compute layers again, with the same attention."""
+    config = model.get_decoder().config
+    implementation = config._attn_implementation
+    _HELD.add(id(config))
+    try:
+        yield
+    finally:
+        _HELD.discard(id(config))
         config._attn_implementation = implementation
 
 

@@ -20,6 +20,7 @@ from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
 from counterpoise.policy.precision import autocast
+from counterpoise.policy.prefix import same_attention
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
 from counterpoise.types import Rows, TokenLoss
@@ -117,8 +118,8 @@ def micro_gradient(
     model: PreTrainedModel, method: Method, micro: Rows, collected: RolloutBatch, config: Config
 ) -> tuple[Tensor, ...]:
     """Add the gradient of one micro-batch; the columns the loss used and returned."""
-    # the backward too: it may compute layers again, and must do so with the same kernels
-    with kernels_without_plans(), chosen_kernels(model, config.optimizer):
+    # the backward too: it may compute layers again, and must do so in the same way
+    with kernels_without_plans(), chosen_kernels(model, config.optimizer), same_attention(model):
         with autocast(model), recomputing(model, config.optimizer):
             trainer_logp_NT = token_logp(
                 model,
