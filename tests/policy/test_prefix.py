@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from counterpoise.ledger.calculus.logprobs import at
 from counterpoise.policy import add_lora, measure, pack, token_logp
 from counterpoise.policy.backbone import backbone
-from counterpoise.policy.prefix import can_share, prefixes
+from counterpoise.policy.prefix import can_share, prefixes, same_attention
 from helpers.tiny_models import row_logp_entropy, tiny
 
 PROMPTS = [[3, 4, 5, 6, 7]] * 4 + [[8, 9, 10]] * 3 + [[3, 4, 5, 6]]
@@ -136,14 +136,23 @@ def test_other_architectures_read_whole_rows(name):
     assert not can_share(tiny(name).get_decoder())
 
 
-def test_dropout_recomputation_windows_and_other_attention_read_whole_rows():
+def test_dropout_windows_and_other_attention_read_whole_rows():
     assert can_share(tiny().get_decoder())
     assert not can_share(tiny().train().get_decoder())
     assert not can_share(tiny(attn_implementation="eager").get_decoder())
     assert not can_share(tiny("qwen2", use_sliding_window=True, sliding_window=4).get_decoder())
-    recomputing = tiny()
-    recomputing.gradient_checkpointing_enable()
-    assert not can_share(recomputing.get_decoder())
+
+
+def test_recomputed_layers_share_prompts_where_attention_stays():
+    model = tiny()
+    model.gradient_checkpointing_enable()
+    decoder = model.get_decoder()
+    assert can_share(decoder)  # nothing is computed again in eval mode
+    decoder.layers[0].training = True
+    assert not can_share(decoder)
+    with same_attention(model):
+        assert can_share(decoder)
+    assert not can_share(decoder)
 
 
 def test_rotations_that_depend_on_the_longest_row_are_those_of_whole_rows():

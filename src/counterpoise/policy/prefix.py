@@ -103,7 +103,8 @@ def prefixes(
 
 
 def can_share(decoder: PreTrainedModel) -> bool:
-    """Whether the decoder's attention can be ours: a known architecture, no window, no dropout.
+    """Whether the decoder's attention can be ours: a known architecture, no window, no dropout;
+    layers that the backward computes again are in ``same_attention``.
 
     And no rotation that depends on the longest row: flat tokens may have a position that no row
     has."""
@@ -114,7 +115,13 @@ def can_share(decoder: PreTrainedModel) -> bool:
         and not getattr(config, "use_sliding_window", False)
         and not rotates_by_length(decoder)
         and not decoder.training
+        and (not _recomputes(decoder) or id(config) in _HELD)
     )
+
+
+def _recomputes(decoder: Any) -> bool:
+    """Whether the backward computes layers again."""
+    return decoder.is_gradient_checkpointing and any(layer.training for layer in decoder.layers)
 
 
 def hidden_of_prefixes(
