@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from counterpoise.arena.race import race
 from counterpoise.arena.results import Result, read_activity, read_results
 from counterpoise.cli import dispatch
 from counterpoise.trainer import loop
+from counterpoise.trainer.config import load_config
 
 RECIPE = {
     "model": "bundled",
@@ -177,6 +179,19 @@ def test_a_method_that_samples_more_or_has_a_teacher_trains_alone(tmp_path: Path
     assert (tmp_path / "arena" / "runs").is_dir()
     starts = {one.values["sampled"] for (run, batch), one in results.items() if batch == 0}
     assert len(starts) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_moments_of_8_bits_train_alone(tmp_path: Path) -> None:
+    """A stack has float32 moments of its own: an arm with others is never one of its members."""
+    arms = (
+        Arm("grpo", {"method": {"name": "grpo"}}),
+        Arm("small", {"method": {"name": "grpo"}, "optimizer": {"moments": "8bit"}}),
+    )
+    results = run(tmp_path / "arena", design(arms=arms, evaluations=(0, 1)), size=8)
+    assert {run.arm for run, _ in results} == {"grpo", "small"}
+    configs = [load_config(file) for file in (tmp_path / "arena" / "runs").rglob("config.yaml")]
+    assert [one.optimizer.moments for one in configs] == ["8bit"] * 2
 
 
 def test_the_command(

@@ -36,7 +36,7 @@ from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.checks import check_forks, check_grader, check_prompts
+from counterpoise.trainer.checks import check_forks, check_grader, check_moments, check_prompts
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 
@@ -109,6 +109,7 @@ def opened(
         methods = {}
         for arm in design.arms:
             own = config_of(design, Run(arm.name, design.rates[0], design.seeds[0]))
+            check_moments(own)
             methods[arm.name] = checked_method(own)
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
         yield Arena(design, out, policy, crew, methods, members, jobs, live, {})
@@ -133,6 +134,8 @@ def why_alone(arena: Arena, config: Config) -> str:
         return "adapters"
     if config.dtype == "bfloat16":
         return "weights in bfloat16"
+    if config.optimizer.moments == "8bit":
+        return "moments of 8 bits"
     return why_not_stackable(arena.policy.model) or ""
 
 

@@ -22,6 +22,7 @@ PACKAGES = (
     "accelerate",
     "datasets",
     "peft",
+    "torchao",
     "trl",
     "verl",
     "vllm",

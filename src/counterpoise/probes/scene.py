@@ -96,7 +96,7 @@ def open_scene(run_dir: Path, batch_number: int, *, trust: bool = False) -> Scen
     method = make_method(**config.method)
     policy, reference = load_policy(config, method)
     teacher = load_teacher(method, policy)
-    optimizer = adamw(policy.model, config.optimizer)
+    optimizer = adamw(policy.model, config.optimizer, config.seed)
     state = checkpoint.restore(path, policy.model, optimizer, saved_weights(teacher))
     set_rate(optimizer, config, state.num_updates)
     task = make_task(**config.task)

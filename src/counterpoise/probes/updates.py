@@ -128,6 +128,6 @@ def head_delta(model: PreTrainedModel, texts: Texts, new_head: Head) -> Tensor:
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Set first moments (momentum) to 0; second moments and update counts stay."""
     for slot in optimizer.state.values():
-        for name in ("exp_avg", "momentum_buffer"):
+        for name in ("exp_avg", "exp_avg_scales", "momentum_buffer"):
             if isinstance(slot.get(name), Tensor):
                 slot[name].zero_()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from counterpoise.errors import ConfigError, nearest
+from counterpoise.maths.adamw import AdamW, empty_state
 from counterpoise.run.files import batch_file, batch_of, remove_folder, write_folder, write_json
 from counterpoise.run.read import checkpoints, read_mapping
 from counterpoise.run.schema import SAME_FILES, SCHEMA_VERSION
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from counterpoise.policy import Policy
 
 TEACHER = "teacher.safetensors"
-ADAM = ("exp_avg", "exp_avg_sq", "step")
 COUNTS = ("batch_number", "num_prompts", "num_updates", "num_tokens", "num_grader_failures")
 
 
@@ -161,29 +161,34 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Adam's state as named tensors, ``<index>.exp_avg`` and so on, in the parameters' order."""
+    """Adam's state as named tensors, ``<index>.exp_avg`` and so on, in the parameters' order;
+    moments of 8 bits are ``<index>.exp_avg_codes`` and ``<index>.exp_avg_scales``.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return {
-        f"{k}.{key}": optimizer.state[p][key].contiguous()
+        f"{k}.{key}": value.contiguous()
         for k, p in enumerate(params)
-        if p in optimizer.state
-        for key in ADAM
+        for key, value in optimizer.state.get(p, {}).items()
     }
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The reverse of ``optimizer_tensors``, in place and bit for bit."""
+    is_ours = isinstance(optimizer, AdamW)
+    is_8bit = isinstance(optimizer, AdamW) and optimizer.moments == "8bit"
     params = [(p, group.get("fused")) for group in optimizer.param_groups for p in group["params"]]
     for k, (p, is_fused) in enumerate(params):
-        if f"{k}.step" in tensors:
-            where = {
-                key: p.device if key != "step" or is_fused else "cpu" for key in ADAM
-            }  # a fused step counts on the device
-            if tensors[f"{k}.exp_avg"].shape != p.shape:
-                raise KeyError(f"{k}.exp_avg: its shape is not that of the parameter")
-            optimizer.state[p] = {key: tensors[f"{k}.{key}"].to(where[key]).clone() for key in ADAM}
-        else:
-            optimizer.state.pop(p, None)
+        optimizer.state.pop(p, None)
+        if f"{k}.step" not in tensors:
+            continue
+        state = {}
+        for key, empty in empty_state(torch.empty_like(p, device="meta"), is_8bit).items():
+            saved = tensors[f"{k}.{key}"]
+            if saved.shape != empty.shape:
+                raise KeyError(f"{k}.{key}: its shape is not that of the parameter")
+            where = p.device if key != "step" or is_fused else "cpu"  # fused counts on the device
+            state[key] = saved.to(where, empty.dtype if is_ours else saved.dtype, copy=True)
+        optimizer.state[p] = state
 
 
 def _one_line(error: Exception) -> str:

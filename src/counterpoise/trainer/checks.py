@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from counterpoise.catalogue.method import Method
 from counterpoise.environments import is_environment
+from counterpoise.maths.adamw import check_8bit
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Task
 from counterpoise.trainer.config import Config, ConfigError
@@ -68,6 +69,12 @@ def check_grader(task: Task, config: Config) -> None:
             f" {needs_s:g} s to grade one answer: slow ones would count as failures of the grader."
             " Raise grader_time_limit_s or lower task.time_limit_s."
         )
+
+
+def check_moments(config: Config) -> None:
+    """The library of 8-bit moments is there where the recipe asks for them."""
+    if config.optimizer.moments == "8bit":
+        check_8bit()
 
 
 def check_prompts(policy: Policy, task: Task, config: Config) -> None:

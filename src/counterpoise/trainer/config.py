@@ -65,6 +65,8 @@ class Optimizer(Section):
     """AdamW's epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """Precision of AdamW's two moments; 8bit: a byte each, by torchao (counterpoise[8bit])."""
     updates_per_batch: int = Field(default=4, ge=1)
     """Updates (optimizer steps) that one batch is cut into."""
     epochs: int = Field(default=1, ge=1)
@@ -140,7 +142,8 @@ class Config(Section):
     chat: bool | None = None
     """Prompts as one user turn of the chat template (null and true), or as plain text (false)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights; auto: float32, with bfloat16 products on a GPU."""
+    """Precision of the weights; auto: float32, with bfloat16 products on a GPU. bfloat16 is updated
+    in float32 and rounded by chance, so that steps below its resolution count on average."""
     device: str = "auto"
     """auto, cpu, cuda or any name that torch knows."""
     task: dict[str, Any] = {"name": "arithmetic"}

@@ -32,6 +32,7 @@ from counterpoise.tasks import task as make_task
 from counterpoise.trainer.checks import (
     check_forks,
     check_grader,
+    check_moments,
     check_one_turn,
     check_prompts,
     check_scores,
@@ -112,6 +113,7 @@ def train(
     rollouts = config.rollouts
     method.check_plan(rollouts.prompts, rollouts.group_size, config.optimizer.updates_per_batch)
     check_trackers(config)
+    check_moments(config)
     check_axes(config.ledger.decompose)
     with own.lock_run(run_dir):
         own.check_free(run_dir, fresh=fresh, resume=resume)
@@ -134,7 +136,7 @@ def train_policy(
     policy, reference = load_policy(config, method)
     teacher = load_teacher(method, policy)
     check_prompts(policy, task, config)
-    optimizer = adamw(policy.model, config.optimizer)
+    optimizer = adamw(policy.model, config.optimizer, config.seed)
     state = (
         continue_run(run_dir, config, policy, optimizer, changes, saved_weights(teacher))
         if resume

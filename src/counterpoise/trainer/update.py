@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
+from counterpoise.maths.adamw import AdamW
 from counterpoise.policy import measure, token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.fused import fused_layers, why_not_fused
@@ -248,8 +249,10 @@ def clip_(parameters: list[Tensor], grad_norm: float, clip_norm: float | None) -
     return factor
 
 
-def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters."""
+def adamw(model: torch.nn.Module, settings: Optimizer, seed: int = 0) -> torch.optim.AdamW | AdamW:
+    """AdamW over the trainable parameters: torch's, or ours for weights in bfloat16 and moments of
+    8 bits; ``seed`` is that of its rounding.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {
         "lr": settings.lr,
@@ -257,6 +260,8 @@ def adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
+    if settings.moments == "8bit" or any(p.dtype == torch.bfloat16 for p in parameters):
+        return AdamW(parameters, **options, moments=settings.moments, seed=seed)
     return torch.optim.AdamW(parameters, **options, fused=parameters[0].is_cuda)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoise.maths.adamw import SECOND, AdamW, moment
+
 Response = dict[str, "Tensor | float"]
 
 
@@ -31,7 +33,7 @@ def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor])
     """
     rule = RESPONSES.get(type(optimizer))
     if rule is None:
-        known = ", ".join(kind.__name__ for kind in RESPONSES)
+        known = ", ".join(dict.fromkeys(kind.__name__ for kind in RESPONSES))
         raise UnknownOptimizer(
             f"no response is known for the optimizer {type(optimizer).__name__} (known: {known});"
             " only the predicted change is told."
@@ -46,12 +48,14 @@ def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor])
 def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | float:
     """Adam and AdamW: P = lr (1 - b1) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
-    Momentum of earlier updates and weight decay are not in it.
+    Momentum of earlier updates and weight decay are not in it, nor is the rounding of weights in
+    bfloat16; moments of 8 bits are read as they are kept.
     """
     if not state:
         return 0.0
     (beta1, beta2), t = group["betas"], float(state["step"])
-    second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    second = moment(state, "max_exp_avg_sq" if group["amsgrad"] else SECOND)
+    assert second is not None, "Adam has no state without a second moment"
     size = float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * (-1 if group["maximize"] else 1)
     return size / ((second / (1 - beta2**t)).sqrt() + group["eps"])
 
@@ -74,6 +78,7 @@ def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float:
 
 RESPONSES: dict[type, Callable[[dict[str, Any], dict[str, Any]], Tensor | float]] = {
     torch.optim.AdamW: adam_response,
+    AdamW: adam_response,
     torch.optim.Adam: adam_response,
     torch.optim.SGD: sgd_response,
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.catalogue.method import Method
+from counterpoise.maths.adamw import SECOND, moment
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.policy import token_logp
 from counterpoise.policy.backbone import backbone
@@ -172,9 +173,10 @@ class Moments(NamedTuple):
 def moments_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Moments | None:
     """The second moments of an AdamW; None before its first update."""
     slots = [optimizer.state.get(p, {}) for p in parameters_of(model)]
-    if not all("exp_avg_sq" in slot for slot in slots):
+    squares = [moment(slot, SECOND) for slot in slots]
+    if any(square is None for square in squares):
         return None
-    square_P = torch.cat([slot["exp_avg_sq"].flatten() for slot in slots])
+    square_P = torch.cat([square.flatten() for square in squares if square is not None])
     group = optimizer.param_groups[0]
     return Moments(square_P, group["betas"][1], group["eps"], int(slots[0]["step"]))
 
