@@ -18,7 +18,7 @@ from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.joined import can_join, join_projections
 from counterpoise.policy.logp import logp_function
 from counterpoise.policy.pack import pack_rows
-from counterpoise.policy.prefix import Prefixes
+from counterpoise.policy.prefix import Prefixes, can_share, same_attention
 from counterpoise.trainer.config import ConfigError, parse_config
 from counterpoise.trainer.update import chosen_kernels, prepare_update
 from helpers.tiny_models import tiny
@@ -114,13 +114,16 @@ def test_half_precision_weights():
 
 
 @needs_triton
-def test_activations_computed_again():
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_activations_computed_again(is_shared):
     model = tiny().to(DEVICE)
     plain = gradient(model, fused=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
         layer.training = True
-    assert_close(gradient(model, fused=True), plain, 1e-5)
+    with same_attention(model) if is_shared else nullcontext():
+        assert can_share(model.get_decoder()) == is_shared
+        assert_close(gradient(model, fused=True), plain, 1e-5)
 
 
 @needs_triton

@@ -78,13 +78,14 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         num_heads, num_kv, size = ctx.sizes
-        length = ctx.saved_tensors[0].shape[0]
+        turns = ctx.saved_tensors  # once: layers that are computed again give them once
+        length = turns[0].shape[0]
         flat = [
             torch.empty(length, heads, size, dtype=dtype, device=grads[0].device)
             for heads, dtype in zip((num_heads, num_kv, num_kv), ctx.dtypes)
         ]
         grads = tuple(grad.contiguous() for grad in grads)
-        _launch(_gather, flat, grads, ctx.saved_tensors, ctx.layout, ctx.sizes)
+        _launch(_gather, flat, grads, turns, ctx.layout, ctx.sizes)
         return *flat, None, None, None, None
 
 
