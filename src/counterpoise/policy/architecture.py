@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from transformers import PreTrainedModel
 
 LLAMA_LIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def why_not_llama_like(model: PreTrainedModel) -> str | None:
+def why_not_llama_like(
+    model: PreTrainedModel, is_known: Callable[[nn.Module], bool] = lambda module: False
+) -> str | None:
     """Why a decoder written for Llama, Qwen2 and Qwen3 does not compute what the model computes;
-    None if it does.
+    None if it does. ``is_known``: modules of others that the caller reads too.
     """
     name, config = type(model).__name__, model.config
     if name not in LLAMA_LIKE:
@@ -23,6 +27,7 @@ def why_not_llama_like(model: PreTrainedModel) -> str | None:
         return "rotary embedding that depends on the longest row"
     if any(
         not type(module).__module__.startswith(("transformers.", "torch.nn."))
+        and not is_known(module)
         for module in model.modules()
     ):
         return "modules put into the model (adapters, quantised layers)"

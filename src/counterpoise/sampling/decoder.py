@@ -5,7 +5,8 @@ A row's keys live at their own positions (slot p holds position p), so prompts n
 and rows of any age share a batch. Weights are copied from the model into fused buffers at fixed
 addresses, so that a captured graph sees every update. They are held
 [in, out]: views of the model's own on an accelerator where the dtype is equal, contiguous copies on
-a CPU, whose libraries would otherwise turn a weight around at every call.
+a CPU, whose libraries would otherwise turn a weight around at every call. Adapters (LoRA) are added
+to the weights they belong to.
 
 Axes: B rows, L cache slots, W prompt width, H query heads, K key-value heads, G = H / K, C head
     size, D hidden size, V vocabulary.
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from counterpoise.policy.adapters import merged_weight
 
 
 class Layer(NamedTuple):
@@ -89,8 +92,9 @@ def refresh(weights: Weights, model: PreTrainedModel) -> None:
         for buffer, value in zip(buffers, _fused_layer(layer, dtype)):
             if buffer is not None and value is not None and buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
-    if weights.head_DV.data_ptr() != model.lm_head.weight.data_ptr():
-        weights.head_DV.copy_(model.lm_head.weight.T)
+    head_VD = merged_weight(model.lm_head)
+    if weights.head_DV.data_ptr() != head_VD.data_ptr():
+        weights.head_DV.copy_(head_VD.T)
 
 
 def _fused_layer(layer: Any, dtype: torch.dtype) -> Layer:
@@ -109,7 +113,7 @@ def _fused_layer(layer: Any, dtype: torch.dtype) -> Layer:
 
 def _joined(dtype: torch.dtype, *parts: Any) -> tuple[Tensor, Tensor | None]:
     """Weight [in, out] and bias of linear layers side by side."""
-    weights = [part.weight.detach() for part in parts]
+    weights = [merged_weight(part) for part in parts]
     weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(dtype).T
     bias = (
         None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from counterpoise.policy.adapters import is_low_rank, under_adapters
 from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.prompts import distinct, pad_prompts
 from counterpoise.sampling.decoder import decode, fuse_weights, prefill, refresh, rotary, shape_of
@@ -53,13 +54,14 @@ _ENGINES: WeakKeyDictionary[Any, Engine | None] = WeakKeyDictionary()
 def engine_for(model: PreTrainedModel) -> Engine | None:
     """The engine of a model, made once; None, with a warning, for an unknown architecture."""
     if model not in _ENGINES:
-        reason = why_not_llama_like(model)
+        plain = under_adapters(model)
+        reason = why_not_llama_like(plain, is_low_rank)
         if reason:
             log.warning(
                 "sample: the fast engine does not know this model (%s); the generic path is used.",
                 reason,
             )
-        _ENGINES[model] = None if reason else Engine(model)
+        _ENGINES[model] = None if reason else Engine(plain)
     return _ENGINES[model]
 
 
@@ -94,8 +96,9 @@ class Engine:
         goes on after each of its turns with what the other side says. ``watch`` hears of rows that
         have stopped while others run.
 
-        The columns are the engine's own: copy what you keep.
+        Adapters are added to the weights. The columns are the engine's own: copy what you keep.
         """
+        model = under_adapters(model)
         device = model.device
         is_autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if is_autocast else model.dtype
