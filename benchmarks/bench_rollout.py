@@ -1,12 +1,13 @@
 """Sampling speed: our engine, our generic path, ``generate`` with a dynamic cache or a static one
-and torch.compile, vLLM if installed.
+and torch.compile, vLLM if installed (``--model`` must be a Hugging Face folder for it).
 
     python benchmarks/bench_rollout.py --model bundled --rows 256
     python benchmarks/bench_rollout.py --model smollm2 --rows 512 2048 --dtype bfloat16 --compile
     python benchmarks/bench_rollout.py --turns --rows 256 --repeats 7
 
 Ratios within one run: medians of several repetitions after a warm-up, everybody samples the same
-number of tokens (stop tokens are off).
+number of tokens (stop tokens are off). The time to the first token of all rows is that of a call
+for one token.
 ``--turns`` times conversations with the built-in environments instead, against single-turn sampling
 of as many rows of the same mean length (turns and replies), all drawn.
 ``--first-token`` also times a fresh process from its start to its first token (model on disk,
@@ -15,13 +16,13 @@ kernels compiled before or not)."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -75,19 +76,23 @@ def main() -> None:
         for name, run in contestants(model, prompt_ids, args).items():
             if args.only and name not in args.only:
                 continue
-            first = timed(run)
-            seconds = statistics.median(timed(run) for _ in range(args.repeats))
+            first = timed(functools.partial(run, args.new_tokens))
+            seconds = median_of(args.repeats, functools.partial(run, args.new_tokens))
+            run(1)
+            one = median_of(args.repeats, functools.partial(run, 1))
             speed = rows * args.new_tokens / seconds
             out.append(
                 {
                     "rows": rows,
                     "name": name,
                     "tokens_per_s": round(speed),
+                    "first_token_s": round(one, 4),
                     "first_call_s": round(first, 2),
                 }
             )
             print(
-                f"{rows:>5} rows  {name:<18} {speed:>10,.0f} tokens/s   first call {first:.1f} s",
+                f"{rows:>5} rows  {name:<18} {speed:>10,.0f} tokens/s   first token"
+                f" {1000 * one:,.0f} ms   first call {first:.1f} s",
                 flush=True,
             )
         here = [o for o in out if o["rows"] == rows]
@@ -201,57 +206,59 @@ def since_start() -> float:
 
 def contestants(
     model, prompt_ids: list[list[int]], args: argparse.Namespace
-) -> dict[str, Callable[[], object]]:
-    """What is compared; every one draws from the untruncated distribution at temperature 1."""
-    ours = dict(
-        group_size=args.group_size,
-        max_new_tokens=args.new_tokens,
-        stop_ids=[-1],
-        seed=0,
-        max_rows=1 << 30,
-    )
+) -> dict[str, Callable[[int], object]]:
+    """What is compared, each a function of the number of new tokens; every one draws from the
+    untruncated distribution at temperature 1.
+    """
+    ours = dict(group_size=args.group_size, stop_ids=[-1], seed=0, max_rows=1 << 30)
     whole = torch.tensor(
         [prompt for prompt in prompt_ids for _ in range(args.group_size)], device=model.device
     )
-    theirs = dict(
-        attention_mask=torch.ones_like(whole),
-        do_sample=True,
-        top_k=0,
-        min_new_tokens=args.new_tokens,
-        max_new_tokens=args.new_tokens,
-    )
-    runs = {
-        "engine": lambda: sample(model, prompt_ids, **ours),
-        "generic path": lambda: sample(model, prompt_ids, engine=False, **ours),
-        "generate": lambda: model.generate(whole, **theirs),
+    theirs = dict(attention_mask=torch.ones_like(whole), do_sample=True, top_k=0)
+
+    def generate(num: int, **more: str) -> object:
+        return model.generate(whole, min_new_tokens=num, max_new_tokens=num, **theirs, **more)
+
+    runs: dict[str, Callable[[int], object]] = {
+        "engine": lambda num: sample(model, prompt_ids, max_new_tokens=num, **ours),
+        "generic path": lambda num: sample(
+            model, prompt_ids, max_new_tokens=num, engine=False, **ours
+        ),
+        "generate": generate,
     }
     if args.compile:
-        runs["generate compiled"] = lambda: model.generate(
-            whole, cache_implementation="static", **theirs
-        )
+        runs["generate compiled"] = lambda num: generate(num, cache_implementation="static")
     if importlib.util.find_spec("vllm") is not None:
-        runs["vllm"] = vllm_run(model, whole.tolist(), args)
+        runs["vllm"] = lambda num: vllm_generate(whole.tolist(), num, args)
     return runs
 
 
-def vllm_run(model, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+def vllm_generate(prompts: list[list[int]], num: int, args: argparse.Namespace) -> object:
+    """Prompts are read anew, as ours are; within the call vLLM shares them over their rows."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    engine = LLM(
-        folder,
+    engine = vllm_engine(args.model, args.dtype, max(args.rows))
+    engine.reset_prefix_cache()
+    settings = SamplingParams(max_tokens=num, ignore_eos=True, detokenize=False, logprobs=0)
+    return engine.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)
+
+
+@functools.cache
+def vllm_engine(model: str, dtype: str, rows: int):
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    return LLM(
+        model,
         skip_tokenizer_init=True,
-        dtype=args.dtype,
-        max_num_seqs=len(prompts),
+        dtype=dtype,
+        max_num_seqs=rows,
+        max_model_len=1024,
         gpu_memory_utilization=0.5,
     )
-    settings = SamplingParams(
-        max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0
-    )
-    return lambda: engine.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False
-    )
+
+
+def median_of(repeats: int, run: Callable[[], object]) -> float:
+    return statistics.median(timed(run) for _ in range(repeats))
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -3,6 +3,7 @@ reward and optimizer.
 
     python benchmarks/bench_step.py                                # the bundled model on arithmetic
     python benchmarks/bench_step.py --model smollm2 --data asdiv.jsonl --prompts 64 --new-tokens 112
+    python benchmarks/bench_step.py --model HF_FOLDER --data gsm8k.jsonl --vllm
 
 A batch is one batch: sampling, grading, credit and ``--updates`` updates, files
 written as each trainer writes them by default (ours without ledger, evaluation and checkpoints; TRL
@@ -10,8 +11,12 @@ without checkpoints). Seconds are medians after ``--warmup`` batches. Each runs 
 own, one after the other, ``--rounds`` times in turn; memory is that process's peak: allocated on
 the accelerator where there is one, else resident. TRL updates with micro-batches of prompts x group
 / updates rows (``--trl-rows`` where memory does not hold them) and without activation
-checkpointing, which is its fastest setting. Both weights are
-float32, with bfloat16 autocast on an accelerator."""
+checkpointing, which is its fastest setting; with ``--vllm`` it also samples with vLLM in its own
+process (colocate). Both weights are float32, with bfloat16 autocast on an accelerator.
+
+On CUDA the update's share of the card's bfloat16 peak is printed (model FLOPs utilisation): 6
+operations per parameter of a matrix and token, and attention's, over the seconds of the update. A
+prompt counts once for its rollouts, as it is read."""
 
 from __future__ import annotations
 
@@ -27,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flops import PEAK_FLOPS, update_flops
 from machine import device_name, peak
 
+TRL = ("trl", "trl vllm")
 INSTRUCTION = (
     "{question}\nSolve it step by step in a few short lines. End with: The answer is <number>."
 )
@@ -37,11 +44,12 @@ INSTRUCTION = (
 def main() -> None:
     args = arguments()
     if args.who:
-        print(json.dumps(ours(args) if args.who != "trl" else trl(args)))
+        print(json.dumps(trl(args) if args.who in TRL else ours(args)))
         return
     names = [
         "ours",
         "trl",
+        *(["trl vllm"] if args.vllm else []),
         *(["ours plain"] if args.plain else []),
         *(["ours compiled"] if args.compile else []),
         *(["ours delta"] if args.delta else []),
@@ -57,16 +65,16 @@ def main() -> None:
         for name, runs in found.items()
     }
     peaks = {name: max(run["peak_bytes"] for run in runs) for name, runs in found.items()}
-    own = [name for name in names if name != "trl"]
     ratios = {
-        name: {"speed": medians["trl"] / medians[name], "memory": peaks[name] / peaks["trl"]}
-        for name in own
+        f"{name} / {other}": {
+            "speed": medians[other] / medians[name],
+            "memory": peaks[name] / peaks[other],
+        }
+        for name, other in itertools.product(names, TRL)
+        if name not in TRL and other in names
     }
-    for name, ratio in ratios.items():
-        print(
-            f"{name} is {ratio['speed']:.2f} x as fast as TRL; peak memory {ratio['memory']:.2f} of"
-            " TRL's"
-        )
+    for pair, ratio in ratios.items():
+        print(f"{pair}: {ratio['speed']:.2f} x as fast, peak memory {ratio['memory']:.2f} of its")
     if args.json:
         facts = {
             "date": time.strftime("%Y-%m-%d"),
@@ -95,6 +103,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument(
         "--trl-rows", type=int, help="rows of TRL's micro-batches, where a whole update is too much"
+    )
+    parser.add_argument(
+        "--vllm", action="store_true", help="also TRL with vLLM in its process (colocate)"
     )
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
@@ -183,18 +194,27 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             json.loads(line)
             for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
         ]
+        flops = update_flops(Path(folder) / "run")
     stages = {
         key: round(statistics.median(row[key] for row in timing[args.warmup :]), 4)
         for key in timing[0]
         if key.endswith("_s")
     }
     length = statistics.mean(row["rollouts/length"] for row in metrics)
+    speed = flops / stages["update_s"] if flops else None
+    best = PEAK_FLOPS.get(device_name())
     return {
         "seconds": differences([began, *times])[args.warmup : -1],
         "peak_bytes": peak(),
+        "stages_s": stages,
+        "update_flops": flops,
+        "update_tflops_per_s": speed / 1e12 if speed else None,
+        "update_mfu": speed / best if speed and best else None,
         "note": (
             f"mean length {length:.0f}, "
             + " ".join(f"{key} {value:.3f}" for key, value in stages.items())
+            + (f", update {speed / 1e12:.3g} TFLOP/s" if speed else "")
+            + (f", {speed / best:.1%} of the card's peak" if speed and best else "")
         ),
     }
 
@@ -242,12 +262,15 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
                 times.append(now())
 
     whole = args.prompts * args.group_size // args.updates
-    rows = args.trl_rows or whole
-    micro_batches = whole // rows
+    micro_rows = args.trl_rows or whole
+    micro_batches = whole // micro_rows
+    vllm: dict[str, Any] = {}
+    if args.who == "trl vllm":
+        vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1024)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=rows,
+            per_device_train_batch_size=micro_rows,
             gradient_accumulation_steps=micro_batches,
             steps_per_generation=args.updates * micro_batches,
             num_generations=args.group_size,
@@ -263,6 +286,7 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
             save_strategy="no",
             disable_tqdm=True,
             logging_steps=args.updates,
+            **vllm,
         )
         trainer = GRPOTrainer(
             model=policy.model,
