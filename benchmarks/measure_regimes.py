@@ -25,9 +25,9 @@ from counterpoise.policy import encode_prompts, load_model
 from counterpoise.sampling import Rollouts, sample_from
 from counterpoise.tasks import Task, first_error, task
 from counterpoise.text import percent
-from counterpoise.trainer.collect import prompts_from, responses
 from counterpoise.trainer.config import Config, load_config
 from counterpoise.trainer.evaluate import pass_at_k
+from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
 GROUPS = (8, 16)
@@ -86,7 +86,9 @@ def measure(config: Config, num_prompts: int, samples: int) -> dict[str, Any]:
         seed=derived_seed(0, 0, "eval"),
         max_rows=settings.max_rows or 1024,
     )
-    texts, shape = responses(policy, rollouts), (num_prompts, samples)
+    ids = [row[keep].tolist() for row, keep in zip(rollouts.token_ids_NT, rollouts.mask_NT)]
+    texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    shape = (num_prompts, samples)
     answers = list(zip((prompts[p] for p in rollouts.prompt_index_N.tolist()), texts))
     is_right_PK = np.array([sums.reward(*one) >= config.success for one in answers]).reshape(shape)
     return {
