@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from counterpoise.arena import race as module
+from counterpoise.arena import serial
 from counterpoise.arena.design import Arm, Design, write_design
 from counterpoise.arena.live import Live
 from counterpoise.arena.page import write_page
@@ -20,7 +21,7 @@ from counterpoise.arena.race import race
 from counterpoise.arena.results import Result, read_activity, read_results
 from counterpoise.cli import dispatch
 from counterpoise.trainer import loop
-from counterpoise.trainer.config import load_config
+from counterpoise.trainer.config import Config, load_config
 
 RECIPE = {
     "model": "bundled",
@@ -192,6 +193,29 @@ def test_moments_of_8_bits_train_alone(tmp_path: Path) -> None:
     assert {run.arm for run, _ in results} == {"grpo", "small"}
     configs = [load_config(file) for file in (tmp_path / "arena" / "runs").rglob("config.yaml")]
     assert [one.optimizer.moments for one in configs] == ["8bit"] * 2
+
+
+def test_a_large_model_trains_alone_and_its_start_is_scored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, score = [], serial.scores
+
+    def counted(plan: Design, config: Config, folder: Path, at: int) -> dict[str, float]:
+        scored.append(at)
+        return score(plan, config, folder, at)
+
+    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(serial, "scores", counted)
+    results = run(tmp_path / "arena", design(evaluations=(0, 1)))
+    num_runs = len({run for run, _ in results})
+    assert num_runs > 2 and scored.count(0) == 1 and scored.count(1) == num_runs
+    starts = [one.values for (_, batch), one in results.items() if batch == 0]
+    assert starts == [starts[0]] * num_runs
+    assert not (tmp_path / "arena" / "activity.json").exists()
+    folders = list((tmp_path / "arena" / "runs").iterdir())
+    assert len(folders) == num_runs
+    assert all((f / "metrics.jsonl").is_file() for f in folders)
+    assert not any((f / "checkpoints").exists() for f in folders)
 
 
 def test_the_command(

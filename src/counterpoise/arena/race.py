@@ -42,6 +42,7 @@ from counterpoise.trainer.loop import device_of
 
 KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
+LARGE = 20_000_000  # parameters from which one member fills the device: the trainer is faster then
 UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
 
 
@@ -136,6 +137,8 @@ def why_alone(arena: Arena, config: Config) -> str:
         return "weights in bfloat16"
     if config.optimizer.moments == "8bit":
         return "moments of 8 bits"
+    if (num := sum(p.numel() for p in arena.policy.model.parameters())) >= LARGE:
+        return f"a model of {num / 1e6:.0f} M parameters"
     return why_not_stackable(arena.policy.model) or ""
 
 

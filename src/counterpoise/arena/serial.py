@@ -5,6 +5,7 @@ other, or several processes at a time.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -61,7 +62,8 @@ def _train_quietly(design: Design, out: Path, run: Run) -> str:
 def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
     """Train to each evaluation in turn, in a run folder of its own; what is there is gone on with.
 
-    An error of this run alone (weights that diverge) ends it, is its result, and is returned.
+    An error of this run alone (weights that diverge) ends it, is its result, and is returned. The
+    weights of a run that has all its results are deleted: hundreds of runs would fill the disk.
     """
     folder = out / "runs" / f"{run.arm.replace('/', '_')}-{run.lr:g}-{run.seed}"
     config = config_of(design, run)
@@ -71,7 +73,9 @@ def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
     for before, at in zip((0, *design.evaluations), design.evaluations):
         if at not in known:
             try:
-                row = train_to(design, config, folder, before, at)
+                row = (None if at else known_start(design, out, config)) or train_to(
+                    design, config, folder, before, at
+                )
             except ValueError as error:
                 reason = str(error)
                 append_result(out, {**run._asdict(), "batch": at, "stopped": reason})
@@ -79,8 +83,30 @@ def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
                 break
             append_result(out, {**run._asdict(), "batch": at, **row})
         live.step(at - before)
+    else:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     live.finish(1)
     return reason
+
+
+def known_start(design: Design, out: Path, config: Config) -> dict[str, float] | None:
+    """What a run that starts as this one does scored before its first batch; every run is evaluated
+    on the same prompts with the same random streams.
+    """
+    for one in read_results(out):
+        if (
+            one.batch == 0
+            and one.values
+            and start_of(config_of(design, one.run)) == start_of(config)
+        ):
+            return one.values
+    return None
+
+
+def start_of(config: Config) -> dict[str, object]:
+    """All that a score before training depends on."""
+    keys = {"model", "task", "chat", "dtype", "device", "lora", "rollouts"}
+    return {**config.model_dump(include=keys), "temperature": config.eval.temperature}
 
 
 def _stop_line(run: Run, reason: str) -> str:
