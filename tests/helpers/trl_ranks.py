@@ -101,6 +101,25 @@ def run(name, world, *, sharded=False):
     assert trainer.accelerator.num_processes == world, (trainer.accelerator.num_processes, world)
     if sharded:
         shard_fully(trainer)
+    credits, plans = watch_batches(trainer)
+    start = trl_tiny.weights(trainer)
+    trainer.train()
+    return {
+        "world": world,
+        "credit": credits,
+        "plans": plans,
+        "engine": str(trainer.accelerator.distributed_type),
+        "num_sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+        "start": start,
+        "weights": whole(trl_tiny.weights(trainer)),
+        "state": credit_state(trainer).method_state,
+        "tokens": _table(folder, "tokens"),
+        "rollouts": _table(folder, "rollouts"),
+    }
+
+
+def watch_batches(trainer):
+    """Credit by global row and the plan of every generation, in lists that fill as it trains."""
     credits, plans, take = [], [], trainer._take_batch
 
     def watched(output):
@@ -113,20 +132,7 @@ def run(name, world, *, sharded=False):
         )
 
     trainer._take_batch = watched
-    start = trl_tiny.weights(trainer)
-    trainer.train()
-    return {
-        "world": world,
-        "credit": credits,
-        "plans": plans,
-        "engine": str(trainer.accelerator.distributed_type),
-        "num_sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
-        "start": start,
-        "weights": _whole(trl_tiny.weights(trainer)),
-        "state": credit_state(trainer).method_state,
-        "tokens": _table(folder, "tokens"),
-        "rollouts": _table(folder, "rollouts"),
-    }
+    return credits, plans
 
 
 def _table(folder, name):
@@ -141,7 +147,7 @@ def _by_row(trainer, output):
     return live_columns(columns)["cp_credit"]
 
 
-def _whole(tensors):
+def whole(tensors):
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in tensors.items()

@@ -4,47 +4,17 @@ and by FSDP2 (gloo, CPU).
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+from helpers.trl_processes import assert_same_training, launched
 from helpers.trl_ranks import SCENARIOS, run
 
 pytestmark = pytest.mark.hosts
 SCRIPT = Path(__file__).parents[2] / "helpers" / "trl_ranks.py"
 SHARDED = ("delta", "dfpo_min", "fade", "ledger", "sdpo")
-
-
-def launched(out, names):
-    """Run the script in two processes, which start once for all scenarios.
-
-    ``accelerate launch --cpu`` would run one process whatever one asks for, hence torchrun.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    settings = {
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    result = subprocess.run(
-        [sys.executable, *run, str(SCRIPT), str(out), *names],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return torch.load(out)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +26,7 @@ def one():
 def both(tmp_path_factory):
     """DDP, then FSDP2: accelerate keeps the engine once it is set."""
     names = [*SCENARIOS, *(f"fsdp2/{name}" for name in SHARDED)]
-    return launched(tmp_path_factory.mktemp("two") / "out.pt", names)
+    return launched(SCRIPT, tmp_path_factory.mktemp("two") / "out.pt", names)
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +37,6 @@ def two(both):
 @pytest.fixture(scope="module")
 def sharded(both):
     return {name: both[f"fsdp2/{name}"] for name in SHARDED}
-
-
-def assert_same_training(got, expected):
-    assert (expected["world"], got["world"]) == (1, 2)
-    assert len(got["credit"]) == len(expected["credit"]) == 2
-    for credit_NT, expected_NT in zip(got["credit"], expected["credit"]):
-        assert expected_NT.abs().sum() > 0
-        size = max(1.0, float(expected_NT.abs().max()))
-        torch.testing.assert_close(credit_NT, expected_NT, rtol=0, atol=2e-6 * size)
-    assert got["plans"] == expected["plans"]
-    assert got["plans"][0] is not None
-    moved = max(
-        float((expected["weights"][name] - expected["start"][name]).abs().max())
-        for name in expected["weights"]
-    )
-    gap = max(
-        float((expected["weights"][name] - got["weights"][name]).abs().max())
-        for name in expected["weights"]
-    )
-    assert moved > 1e-4
-    assert gap < 1e-3 * moved
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
