@@ -1,4 +1,4 @@
-"""The command line of docs/hosts/verl.md."""
+"""The command lines of docs/hosts/verl.md."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from pathlib import Path
 PAGE = (Path(__file__).parents[3] / "docs" / "hosts" / "verl.md").read_text()
 
 
+def commands() -> list[dict[str, str]]:
+    """Hydra's overrides of each command of the page, key -> value."""
+    texts = re.findall(r"python3 -m verl.trainer.main_ppo \\\n(.*?)```", PAGE, re.DOTALL)
+    return [
+        dict(part.split("=", 1) for part in shlex.split(text.replace("\\\n", " ")))
+        for text in texts
+    ]
+
+
 def overrides() -> dict[str, str]:
-    """Hydra's overrides of the page's command, key -> value."""
-    command = re.search(r"python3 -m verl.trainer.main_ppo \\\n(.*?)```", PAGE, re.DOTALL)
-    assert command is not None
-    return dict(part.split("=", 1) for part in shlex.split(command[1].replace("\\\n", " ")))
+    """Those of the command for one machine."""
+    return commands()[0]

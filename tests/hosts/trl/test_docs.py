@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
+from packaging.version import Version
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
@@ -93,24 +95,23 @@ def test_environments(tmp_path, monkeypatch):
         assert called._buffered_inputs[0]["cp_turn"].max() > 0
 
 
+def parsed(text, tmp_path):
+    """By TrlParser, which knows every key."""
+    (tmp_path / "run.yaml").write_text(text)
+    cpu = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+    words = ["--config", str(tmp_path / "run.yaml"), *cpu]
+    (args,) = trl.TrlParser(CreditGRPOConfig).parse_args_and_config(words)
+    return args
+
+
+def run_yaml(page):
+    return next(block for block in blocks(page, "yaml") if "output_dir" in block)
+
+
 @pytest.mark.parametrize("page", [PAGE, EIGHT], ids=["trl", "eight_gpus"])
 def test_yaml_files_parse(page, tmp_path):
-    """By TrlParser, every key known; the sizes make whole prompts an update."""
-    text = next(block for block in blocks(page, "yaml") if "output_dir" in block)
-    (tmp_path / "run.yaml").write_text(text)
-    parser = trl.TrlParser(CreditGRPOConfig)
-    words = [
-        "--config",
-        str(tmp_path / "run.yaml"),
-        "--use_cpu",
-        "true",
-        "--bf16",
-        "false",
-        "--report_to",
-        "none",
-    ]
-    (args,) = parser.parse_args_and_config(words)
-    given = yaml.safe_load(text)
+    """The sizes make whole prompts an update."""
+    args, given = parsed(run_yaml(page), tmp_path), yaml.safe_load(run_yaml(page))
     assert (args.method, args.plan, args.num_generations) == (
         given["method"],
         given["plan"],
@@ -120,6 +121,32 @@ def test_yaml_files_parse(page, tmp_path):
     assert rows % args.num_generations == 0
     assert args.steps_per_generation // args.gradient_accumulation_steps == 4
     assert args.setup().has_own_plan
+
+
+def test_the_keys_of_a_server_parse(tmp_path):
+    """In place of the keys of colocate; six processes keep prompts whole in an update of 12."""
+    (server,) = (yaml.safe_load(b) for b in blocks(EIGHT, "yaml") if "vllm_mode: server" in b)
+    given = {k: v for k, v in yaml.safe_load(run_yaml(EIGHT)).items() if "vllm" not in k}
+    args = parsed(yaml.safe_dump(given | server), tmp_path)
+    assert (args.use_vllm, args.vllm_mode) == (True, "server")
+    assert {name: getattr(args, name) for name in server} == server
+    prompts = 6 * args.per_device_train_batch_size * args.steps_per_generation // 8
+    assert prompts / 4 == 12 and "--num_processes 6" in EIGHT
+
+
+@pytest.mark.skipif(
+    Version(trl.__version__) < Version("1.11"), reason="trl < 1.11 has a server of its own"
+)
+def test_the_server_has_the_settings_that_trl_asks_for():
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+    (text,) = (block for block in blocks(EIGHT, "bash") if "vllm serve" in block)
+    words = shlex.split(text.replace("\\\n", " "))
+    assert "VLLM_SERVER_DEV_MODE=1" in words
+    asked = build_command(ScriptArguments(model=words[words.index("serve") + 1]))
+    for name in ("--weight-transfer-config", "--logprobs-mode", "--max-logprobs"):
+        assert words[words.index(name) + 1] == asked[asked.index(name) + 1]
+    assert words[words.index("serve") + 1] in blocks(EIGHT, "python")[0]
 
 
 def test_the_table_of_methods_is_complete():

@@ -28,7 +28,7 @@ from counterpoise.hosts.verl import register
 from counterpoise.hosts.verl.checks import check_config, mode_of
 from counterpoise.hosts.verl.method import agg_mode, loss_trouble, setup, trainer_trouble
 from counterpoise.policy import locate
-from helpers.verl.page import PAGE, overrides
+from helpers.verl.page import PAGE, commands, overrides
 
 pytestmark = [pytest.mark.hosts, pytest.mark.verl]
 register()
@@ -42,20 +42,28 @@ def composed(**changed):
         return compose("ppo_trainer", overrides=lines)
 
 
-def test_the_command_line_is_accepted_by_verl_and_by_us():
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_the_command_line_is_accepted_by_verl_and_by_us(nodes):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import validate_config
 
-    made = composed(**{"+algorithm.counterpoise.credit": "[{name:top_entropy,fraction:0.2}]"})
+    top = {"+algorithm.counterpoise.credit": "[{name:top_entropy,fraction:0.2}]"}
+    config = composed(**top, **{"trainer.nnodes": nodes})
     validate_config(
-        made, use_reference_policy=need_reference_policy(made), use_critic=need_critic(made)
+        config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
     )
-    assert get_trainer_cls(made.trainer.v1.trainer_mode).__name__ == "CreditSync"
-    credit, plan = check_config(made, mode_of(made.trainer.v1.trainer_mode))
+    assert get_trainer_cls(config.trainer.v1.trainer_mode).__name__ == "CreditSync"
+    credit, plan = check_config(config, mode_of(config.trainer.v1.trainer_mode))
     assert credit is not None and plan is not None
     assert credit.method.describe()["credit"] == [{"name": "top_entropy", "fraction": 0.2}]
     assert plan.method.describe()["plan"] == {"name": "query_preserved"}
+
+
+def test_the_commands_differ_in_the_number_of_nodes():
+    machine, cluster = commands()
+    assert machine["trainer.nnodes"] == "1"
+    assert cluster == machine | {"trainer.nnodes": "2"}
 
 
 def test_a_key_that_verl_does_not_have_is_an_error():
