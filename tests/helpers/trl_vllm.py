@@ -14,9 +14,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import trl.generation.vllm_generation as trl_vllm
 from accelerate.utils import gather_object
 from trl.distributed import DistributedBackend
+from trl.generation import vllm_generation
 from vllm import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -89,7 +89,7 @@ class Client:
             raise NotImplementedError("generate: the stand-in knows tokens and the sampler alone.")
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.llm.generate(requests, sampling_params=SamplingParams(**params))
-        logprobs, ids = trl_vllm.extract_logprobs(outputs)
+        logprobs, ids = vllm_generation.extract_logprobs(outputs)
         return {
             "prompt_ids": prompts,
             "completion_ids": [row.token_ids for output in outputs for row in output.outputs],
@@ -108,7 +108,7 @@ def saved_model():
 
 def build(name, world, folder):
     """The trainer of a scenario; 16 rollouts a generation whatever the world."""
-    trl_vllm.VLLMClient = functools.partial(Client, saved_model())
+    vllm_generation.VLLMClient = functools.partial(Client, saved_model())
     sizes = {"per_device_train_batch_size": 4 // world, "steps_per_generation": 4}
     args = trl_ranks.ARGS | sizes | {"use_vllm": True} | SCENARIOS[name]
     args.pop("is_unsent", None)
