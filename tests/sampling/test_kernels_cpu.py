@@ -14,6 +14,7 @@ import torch
 from scipy.stats import chisquare
 
 from counterpoise.policy import load_model
+from counterpoise.policy.kernels import build
 from counterpoise.sampling import decoder, draw, engine, sample
 from counterpoise.sampling.kernels import cpu as kernels_cpu
 from helpers.quick_compiler import path_with_quick_compiler
@@ -449,7 +450,7 @@ def test_without_kernels_torch_does_the_work_and_one_line_says_so(
 ):
     settings = {"group_size": 3, "max_new_tokens": 9, "stop_ids": STOPS, "seed": 4}
     generic = sample(tiny(), PROMPTS, **settings, engine=False)
-    monkeypatch.setattr(kernels_cpu, "COMPILERS", compilers)
+    monkeypatch.setattr(build, "COMPILERS", compilers)
     with caplog.at_level(logging.INFO, logger="counterpoise.sampling"):
         models = tiny(), tiny()
         rollouts = [sample(model, PROMPTS, **settings) for model in models]

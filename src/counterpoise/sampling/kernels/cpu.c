@@ -1,4 +1,4 @@
-/* Decode steps in float32 on a CPU; kernels_cpu.py builds this and calls it from several threads, each with rows of its own.
+/* Decode steps in float32 on a CPU; cpu.py builds this and calls it from several threads, each with rows of its own.
 
    A call takes some rows through all layers, and through several steps, so that what it works on stays in the caches of one core.
    Every number is summed in an order of its own: neither the threads nor the other rows change a bit of a row. Sums are written in
@@ -7,7 +7,7 @@
    Axes: B slots, R slots of a call, L cache slots, J = H + 2 K heads of a fused projection, H query heads, K key-value heads, C head
    size, D hidden size, F MLP width, V vocabulary, N rollouts, T response tokens. A matmul has K terms a sum and N columns. */
 
-#include "cpu.h"
+#include "vectors.h"
 
 enum { PANEL = 16, PARTS = PANEL / LANES }; /* columns of a tile of a matmul: weights lie [N / PANEL, K, PANEL] */
 enum { ROWS = 24 };                         /* R at most: a multiple of TILE; more do not fit into the caches */
@@ -116,14 +116,6 @@ INLINE void rotated(const float *restrict x, const float *restrict norm, const f
     }
 }
 
-INLINE float dot(const float *q, const float *k, whole C) {
-    vec sum = {0};
-    whole c = 0;
-    for (; c + LANES <= C; c += LANES) sum += load(q + c) * load(k + c);
-    if (c < C) sum += some(q + c, C - c, 0) * some(k + c, C - c, 0);
-    return sum_of(sum);
-}
-
 /* score[l] = q . k_l * scaling; four keys at a time share the loads of q and the sums over lanes. What is read next is fetched
    meanwhile. */
 INLINE void scores(const float *q, const float *k, float *score, whole size, whole C, float scaling, const float *soon) {
@@ -226,8 +218,6 @@ static void mixed(const Model *m, const Layer *layer, whole number, whole slot, 
         attend(q_C, keys + at, values + at, out_HC + h * C, position + 1, m->scaling, keys + at + room, C);
     }
 }
-
-INLINE vec silu_times(vec gate, vec up) { return gate / (1.0f + exp_of(-gate)) * up; }
 
 /* silu(gate) * up of [gate, up], at its start */
 INLINE void gated(float *gate_up, whole F) {

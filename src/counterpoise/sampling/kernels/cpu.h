@@ -1,4 +1,4 @@
-/* Vectors of floats, and what is computed with them. Included by cpu.c alone. */
+/* Vectors of floats, and what is computed with them. Included by the C sources of policy and of sampling. */
 
 #include <math.h>
 #include <stdint.h>
@@ -89,3 +89,13 @@ INLINE float square_sum(const float *x, whole size) {
     if (d < size) sum += some(x + d, size - d, 0) * some(x + d, size - d, 0);
     return sum_of(sum);
 }
+
+INLINE float dot(const float *q, const float *k, whole C) {
+    vec sum = {0};
+    whole c = 0;
+    for (; c + LANES <= C; c += LANES) sum += load(q + c) * load(k + c);
+    if (c < C) sum += some(q + c, C - c, 0) * some(k + c, C - c, 0);
+    return sum_of(sum);
+}
+
+INLINE vec silu_times(vec gate, vec up) { return gate / (1.0f + exp_of(-gate)) * up; }

@@ -1,5 +1,4 @@
-"""Decode steps on a CPU: ``cpu.c``, built once with the system's C compiler and kept in the
-cache folder.
+"""Decode steps on a CPU: ``cpu.c``, built once with the system's C compiler.
 
 It computes in float32 what ``decoder`` and ``draw`` compute with torch, to rounding; the tests hold
 them against each other. Where there is no compiler, or it fails, ``library`` is None and the engine
@@ -15,16 +14,9 @@ Axes: B slots, R slots of a call, L cache slots, D hidden size, V vocabulary, N 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,45 +26,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoise.run.environment import cache_folder, why_not_private
+from counterpoise.policy.kernels.build import address, load_library, structure
 from counterpoise.sampling.decoder import Layer, Shape, Weights
 from counterpoise.sampling.decoder import decode as plain_decode
 
 log = logging.getLogger("counterpoise.sampling")
 SOURCE = Path(__file__).with_suffix(".c")
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = (
-    "-O3",
-    "-std=gnu11",
-    "-fPIC",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
 PANEL = 16  # columns of a weight that lie together, as in the C source
-
-
-def _structure(name: str, **fields: str) -> type[ctypes.Structure]:
-    kinds = {
-        "pointer": ctypes.c_void_p,
-        "whole": ctypes.c_int64,
-        "real": ctypes.c_float,
-        "flag": ctypes.c_int,
-    }
-    typed = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": typed})
-
-
 # the structs of the C source, field by field
-LayerStruct = _structure("LayerStruct", pointer=" ".join(Layer._fields))
-ModelStruct = _structure(
+LayerStruct = structure("LayerStruct", pointer=" ".join(Layer._fields))
+ModelStruct = structure(
     "ModelStruct",
     pointer="layers embed norm head cos sin keys values",
     whole="num_layers H K C D F V B L",
     real="eps scaling",
 )
-SlotsStruct = _structure("SlotsStruct", pointer="token position age row alive")
-ColumnsStruct = _structure(
+SlotsStruct = structure("SlotsStruct", pointer="token position age row alive")
+ColumnsStruct = structure(
     "ColumnsStruct",
     pointer="token_ids length logp entropy hidden uniform stops topk_ids topk_logp given limit",
     whole="num_stops T nowhere K",
@@ -80,7 +50,6 @@ ColumnsStruct = _structure(
     flag="is_greedy",
 )
 ARGUMENTS = {"decode": "pppnppp", "advance": "ppppnnp", "draw": "ppfpppnn", "scratch_size": "p"}
-TYPES = {"p": ctypes.c_void_p, "f": ctypes.c_float, "n": ctypes.c_int64}
 
 
 class Panels(NamedTuple):
@@ -97,29 +66,11 @@ def library() -> Any:
     """The loaded kernels, built first if need be; None, with one line in the log, where they cannot
     be had.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        log.info(
-            "rollouts: no C compiler (%s) was found; the engine works with torch alone.",
-            ", ".join(COMPILERS),
-        )
-        return None
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    errors = []
-    for flags in ((*FLAGS, native), FLAGS):
-        try:
-            return _declared(ctypes.CDLL(str(_built(compiler, flags))))
-        except (
-            OSError,
-            RuntimeError,
-            subprocess.SubprocessError,
-        ) as error:  # RuntimeError: a user without a home folder
-            errors.append(getattr(error, "stderr", None) or str(error))
-    log.info(
-        "rollouts: the C kernels could not be built (%s); the engine works with torch alone.",
-        errors[-1].strip()[:300],
-    )
-    return None
+    instead = "the engine works with torch alone"
+    loaded = load_library(SOURCE, ARGUMENTS, log, "rollouts", instead)
+    if loaded is not None:
+        loaded.scratch_size.restype = ctypes.c_int64
+    return loaded
 
 
 def build_name() -> str:
@@ -127,72 +78,6 @@ def build_name() -> str:
     processor.
     """
     return Path(library()._name).stem
-
-
-def _built(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The shared library in the cache; a build has a folder of its own until it is whole, since
-    others may build at the same time. A cache that others can write to is left aside.
-    """
-    cache, name = cache_folder("kernels"), f"kernels-{_key(compiler, flags)}.so"
-    cache.mkdir(parents=True, exist_ok=True)
-    path = cache / name
-    reason = why_not_private(cache.parent, cache, *([path] if path.is_file() else []))
-    if reason:
-        log.warning("rollouts: %s: the kernels in it are not loaded but built anew.", reason)
-        return _compile(compiler, flags, _private_folder() / name)
-    if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            os.replace(_compile(compiler, flags, Path(folder, name)), path)
-    return path
-
-
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> Path:
-    _call(compiler, *flags, "-shared", str(SOURCE), "-o", str(path), "-lm")
-    return path
-
-
-@functools.cache
-def _private_folder() -> Path:
-    """A folder of this process alone, removed at its end."""
-    folder = tempfile.TemporaryDirectory(prefix="counterpoise-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
-
-
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Of all that decides the machine code: native flags depend on the processor, and a home folder
-    may be shared by several.
-    """
-    sources = [
-        SOURCE.read_text(encoding="utf-8"),
-        SOURCE.with_suffix(".h").read_text(encoding="utf-8"),
-    ]
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    processor = sorted(
-        {line for line in lines if line.startswith(("flags", "Features", "CPU part", "model name"))}
-    )
-    facts = [
-        *sources,
-        _call(compiler, "--version"),
-        *flags,
-        platform.platform(),
-        platform.processor(),
-        *processor,
-    ]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-
-
-def _call(*command: str) -> str:
-    # no time limit: whether a run samples in C must not depend on how busy the machine is
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for name, letters in ARGUMENTS.items():
-        getattr(loaded, name).argtypes = [TYPES[letter] for letter in letters]
-        getattr(loaded, name).restype = ctypes.c_int64 if name == "scratch_size" else None
-    return loaded
 
 
 @contextmanager
@@ -203,7 +88,7 @@ def panels(
     that decoding writes to.
     """
     layers = [_layer(layer) for layer in weights.layers]
-    table = (LayerStruct * len(layers))(*(LayerStruct(*map(_address, layer)) for layer in layers))
+    table = (LayerStruct * len(layers))(*(LayerStruct(*map(address, layer)) for layer in layers))
     read = weights.embed_VD, weights.norm_D, _panels(weights.head_DV), cos_LC, sin_LC
     tensors = *(tensor.contiguous() for tensor in read), keys, values
     hidden_size, num_tokens = weights.head_DV.shape
@@ -217,7 +102,7 @@ def panels(
     )
     struct = ModelStruct(
         ctypes.addressof(table),
-        *map(_address, tensors),
+        *map(address, tensors),
         *(len(layers), *sizes, keys.shape[1], keys.shape[3]),
         *(shape.eps, shape.scaling),
     )
@@ -276,12 +161,12 @@ def decode(model: Panels, token_B: Tensor, position_B: Tensor) -> tuple[Tensor, 
         torch.empty(len(token_B), model.struct.D),
         torch.empty(len(token_B), model.struct.V),
     )
-    slots = SlotsStruct(_address(token_B), _address(position_B))
+    slots = SlotsStruct(address(token_B), address(position_B))
 
     def run(slot_R: Tensor, scratch: Tensor) -> None:
         start, structs = int(slot_R[0]), map(ctypes.byref, (model.struct, slots))
-        outs = map(_address, (hidden_BD[start:], logits_BV[start:], scratch))
-        library().decode(*structs, _address(slot_R), len(slot_R), *outs)
+        outs = map(address, (hidden_BD[start:], logits_BV[start:], scratch))
+        library().decode(*structs, address(slot_R), len(slot_R), *outs)
 
     _share(model, torch.arange(len(token_B)), run)
     return hidden_BD, logits_BV
@@ -310,13 +195,13 @@ def advance(model: Panels, slots: Any, columns: Any, settings: Any, num_steps: i
     )
     sizes = len(stops_S), settings.max_new_tokens, len(columns.length_N) - 1, settings.topk
     table = ColumnsStruct(
-        *map(_address, tensors), *sizes, 1.0 / settings.temperature, settings.is_greedy
+        *map(address, tensors), *sizes, 1.0 / settings.temperature, settings.is_greedy
     )
-    state = SlotsStruct(*map(_address, slots))
+    state = SlotsStruct(*map(address, slots))
 
     def run(slot_R: Tensor, scratch: Tensor) -> None:
         structs = map(ctypes.byref, (model.struct, state, table))
-        library().advance(*structs, _address(slot_R), len(slot_R), num_steps, _address(scratch))
+        library().advance(*structs, address(slot_R), len(slot_R), num_steps, address(scratch))
 
     _share(model, slots.alive_B.nonzero()[:, 0], run)
 
@@ -359,17 +244,11 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tens
     """
     token_B = torch.empty(len(logits_BV), dtype=torch.long)
     logp_B, entropy_B = torch.empty(2, len(logits_BV)).unbind(0)
-    outs = map(_address, (token_B, logp_B, entropy_B))
+    outs = map(address, (token_B, logp_B, entropy_B))
     library().draw(
-        _address(logits_BV), _address(uniform_B), 1.0 / temperature, *outs, *logits_BV.shape
+        address(logits_BV), address(uniform_B), 1.0 / temperature, *outs, *logits_BV.shape
     )
     return token_B, logp_B, entropy_B
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies; the C source knows no strides."""
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _layer(layer: Layer) -> list[Tensor | None]:
