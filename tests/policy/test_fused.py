@@ -17,10 +17,11 @@ from counterpoise.policy import add_lora, token_logp
 from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.joined import can_join, join_projections
 from counterpoise.policy.logp import logp_function
+from counterpoise.policy.mix import triton_kernels
 from counterpoise.policy.pack import pack_rows
 from counterpoise.policy.prefix import Prefixes, can_share, same_attention
 from counterpoise.trainer.config import ConfigError, parse_config
-from counterpoise.trainer.update import chosen_kernels, prepare_update
+from counterpoise.trainer.update import prepare_update
 from helpers.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +54,7 @@ def gradient(model, *, fused, half=False, prompt_ids=PROMPTS):
     columns = texts(prompt_ids)
     weight_NT = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     model.zero_grad()
-    with fused_layers(model) if fused else nullcontext():
+    with fused_layers(model, triton_kernels()) if fused else nullcontext():
         with torch.autocast(DEVICE, HALF) if half else nullcontext():
             logp_NT = token_logp(model, *columns)
         (logp_NT * weight_NT).sum().backward()
@@ -175,16 +176,9 @@ def test_nothing_is_left_behind_and_other_models_are_untouched():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_auto_takes_the_plain_layers_on_a_cpu():
-    model, settings = tiny(), parse_config({}).optimizer
-    with chosen_kernels(prepare_update(model, settings), settings):
-        assert not any("forward" in vars(module) for module in model.modules())
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("llama", {}, "the model is on cpu, not on a CUDA device"),
         ("gpt2", {}, "GPT2Model is none of LlamaModel, Qwen2Model, Qwen3Model"),
         ("llama", {"compile": True}, "optimizer.compile fuses them already"),
     ],

@@ -1,10 +1,10 @@
 """Decoder layers with fused kernels for the block of an update: fewer launches and fewer passes
-over memory than Hugging Face's layers, without the wait for a compiler.
+over memory than Hugging Face's layers. The kernels are Triton's on CUDA, and C on a CPU.
 
 Layers of one model instance run ``_layer`` in place of their own forward; other models of the
 process are untouched, and outside the block the model is what it was: forward mode and
 ``torch.func`` do not go through these kernels. Adapters work: projections are called as modules,
-unless autocast would only cast and multiply (``joined``).
+unless they only multiply, or autocast casts and multiplies (``joined``).
 
 Under autocast the norm and the rotation write the half-precision numbers that the next product
 would round to anyway.
@@ -13,9 +13,9 @@ would round to anyway.
 from __future__ import annotations
 
 import importlib.util
-import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from counterpoise.policy.joined import Joined, can_join, join_projections
-from counterpoise.policy.prefix import DECODERS
+from counterpoise.policy.mix import (
+    Kernels,
+    c_kernels,
+    product_dtype,
+    split_heads,
+    triton_kernels,
+    why_not_c,
+)
+from counterpoise.policy.prefix import DECODERS, without_masks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,50 +48,55 @@ def why_not_fused(model: PreTrainedModel) -> str | None:
     decoder = model.get_decoder()
     if type(decoder).__name__ not in DECODERS:
         return f"{type(decoder).__name__} is none of {', '.join(DECODERS)}"
-    if decoder.device.type != "cuda":
-        return f"the model is on {decoder.device.type}, not on a CUDA device"
-    if importlib.util.find_spec("triton") is None:
+    if decoder.device.type not in ("cuda", "cpu"):
+        return f"the model is on {decoder.device.type}, not on CUDA or a CPU"
+    if decoder.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return _why_not_layers(decoder)
+    reason = _why_not_layers(decoder)
+    return reason or (why_not_c(decoder) if decoder.device.type == "cpu" else None)
 
 
 @contextmanager
-def fused_layers(model: PreTrainedModel) -> Iterator[None]:
-    """The model's decoder layers and final norm use the fused kernels for the block.
+def fused_layers(model: PreTrainedModel, kernels: Kernels | None = None) -> Iterator[None]:
+    """The model's decoder layers and final norm use the fused kernels for the block; by default
+    those of its device.
 
     A backward that computes layers again belongs inside.
     """
     decoder: Any = model.get_decoder()
-    weights = _Weights(decoder)
-    forwards = {layer: partial(_layer, layer, weights) for layer in decoder.layers}
-    forwards[decoder.norm] = partial(_norm, decoder.norm)
+    kernels = kernels or (triton_kernels() if decoder.device.type == "cuda" else c_kernels())
+    weights = _Weights(decoder, kernels)
+    forwards = {layer: partial(_layer, layer, weights, kernels) for layer in decoder.layers}
+    forwards[decoder.norm] = partial(_norm, decoder.norm, kernels)
     for module, forward in forwards.items():
         module.forward = forward
     try:
-        yield
+        with nullcontext() if kernels.reads_masks else without_masks(decoder.config):
+            yield
     finally:
         for module in forwards:
             del module.forward
 
 
 class _Weights:
-    """The joined projections of a forward under autocast, made when its first layer asks.
+    """The joined projections of a forward, made when its first layer asks; a thread has its own.
 
-    None where there are none: no autocast, adapters, or layers that the backward computes again,
-    which has to find there what the forward had."""
+    None where there are none: no autocast and kernels that join under it alone, adapters, or layers
+    that the backward computes again, which has to find there what the forward had."""
 
-    def __init__(self, decoder: Any) -> None:
-        self.layers = list(decoder.layers)
+    def __init__(self, decoder: Any, kernels: Kernels) -> None:
+        self.layers, self.always = list(decoder.layers), kernels.joins_always
         self.can_join = not decoder.is_gradient_checkpointing and can_join(self.layers)
-        self.joined: dict[Any, Joined] = {}
+        self.own = threading.local()
 
     def of(self, layer: Any, device: str) -> Joined | None:
-        if not self.can_join or not torch.is_autocast_enabled(device):
+        has_autocast = torch.is_autocast_enabled(device)
+        if not self.can_join or not (has_autocast or self.always):
             return None
         if layer is self.layers[0]:
-            parts = join_projections(self.layers, torch.get_autocast_dtype(device))
-            self.joined = dict(zip(self.layers, parts))
-        return self.joined[layer]
+            dtype = torch.get_autocast_dtype(device) if has_autocast else torch.float32
+            self.own.joined = dict(zip(self.layers, join_projections(self.layers, dtype)))
+        return self.own.joined[layer]
 
 
 def _why_not_layers(decoder: Any) -> str | None:
@@ -114,6 +126,7 @@ def _passed_by(decoder: Any) -> Iterator[nn.Module]:
 def _layer(
     layer: Any,
     weights: _Weights,
+    kernels: Kernels,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     past_key_values: None = None,
@@ -124,115 +137,54 @@ def _layer(
     """A decoder layer of Llama, Qwen2 or Qwen3."""
     assert past_key_values is None
     attention, joined = layer.self_attn, weights.of(layer, hidden_states.device.type)
-    hidden, *inputs = _add_norm(layer.input_layernorm, hidden_states, None, 1 if joined else 3)
-    heads = _heads(attention, inputs, joined)
-    mix = _mix_prefixes if "prefix_shape" in kwargs else _mix
-    mixed = mix(attention, heads, position_embeddings, attention_mask, **kwargs)
+    norm = partial(_add_norm, kernels)
+    hidden, *inputs = norm(layer.input_layernorm, hidden_states, None, 1 if joined else 3)
+    heads = _heads(attention, kernels, inputs, joined)
+    mixed = kernels.mix(attention, heads, position_embeddings, attention_mask, **kwargs)
     mixed = mixed.reshape(*hidden.shape[:-1], -1)
     change = F.linear(mixed, *joined.out) if joined else attention.o_proj(mixed)
-    norm = layer.post_attention_layernorm
-    hidden, *inputs = _add_norm(norm, hidden, change, 1 if joined else 2)
-    return hidden + _mlp(layer.mlp, inputs, joined)
+    middle = layer.post_attention_layernorm
+    hidden, *inputs = norm(middle, hidden, change, 1 if joined else 2)
+    return hidden + _mlp(layer.mlp, kernels, inputs, joined)
 
 
-def _mlp(mlp: Any, inputs: list[Tensor], joined: Joined | None) -> Tensor:
-    from counterpoise.policy.kernels.triton_gate import open_gate, open_joined_gate
-
+def _mlp(mlp: Any, kernels: Kernels, inputs: list[Tensor], joined: Joined | None) -> Tensor:
     if joined:
-        return F.linear(open_joined_gate(F.linear(inputs[0], *joined.gate_up)), *joined.down)
-    return mlp.down_proj(open_gate(mlp.gate_proj(inputs[0]), mlp.up_proj(inputs[1])))
+        opened = kernels.open_joined_gate(F.linear(inputs[0], *joined.gate_up))
+        return F.linear(opened, *joined.down)
+    return mlp.down_proj(kernels.open_gate(mlp.gate_proj(inputs[0]), mlp.up_proj(inputs[1])))
 
 
 def _heads(
-    attention: Any, inputs: list[Tensor], joined: Joined | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values before rotation, [B, L, heads, C]."""
+    attention: Any, kernels: Kernels, inputs: list[Tensor], joined: Joined | None
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values before rotation, [B, L, heads C]; in one tensor where they come
+    from one product and have no norms.
+    """
     projections = attention.q_proj, attention.k_proj, attention.v_proj
-    if joined:
-        sizes = [linear.out_features for linear in projections]
-        parts = F.linear(inputs[0], *joined.qkv).split(sizes, -1)
+    if not joined:
+        parts = tuple(project(states) for project, states in zip(projections, inputs))
     else:
-        parts = (project(states) for project, states in zip(projections, inputs))
-    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
-    if hasattr(attention, "q_norm"):
-        query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-    return query, key, value
-
-
-def _mix(
-    attention: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> Tensor:
-    """Attention as the model has it, of rotated heads."""
-    from counterpoise.policy.kernels.triton_rotate import rotate
-
-    query, key, value = heads
-    query, key = rotate(query, key, *position_embeddings, _dtype(query, position_embeddings[0]))
-    return _attention_of(attention)(
-        attention,
-        *(part.transpose(1, 2) for part in (query, key, value)),
-        attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
-        scaling=attention.scaling,
-        sliding_window=getattr(attention, "sliding_window", None),
-        **kwargs,
-    )[0]
-
-
-def _mix_prefixes(
-    attention: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> Tensor:
-    """What ``prefix.attend`` computes, with one pass before its two products and one after."""
-    from counterpoise.policy.kernels.triton_prefix import Layout, join, place
-
-    layout = Layout(*kwargs["prefix_shape"], *kwargs["prefix_rows"])
-    query, key, value = (part.flatten(0, 1) for part in heads)
-    cos, sin = (part[0] for part in position_embeddings)
-    placed = place(query, key, value, cos, sin, layout, _dtype(query, cos))
-    query, key, value = (part.transpose(1, 2) for part in placed[:3])
-    first = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=True
+        parts = (F.linear(inputs[0], *joined.qkv),)
+    if not hasattr(attention, "q_norm"):
+        return parts
+    query, key, value = split_heads(attention, parts)
+    normed = (
+        _norm(norm, kernels, part)
+        for norm, part in ((attention.q_norm, query), (attention.k_norm, key))
     )
-    query, key, value = (part.transpose(1, 2) for part in placed[3:])
-    second = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=attention.scaling
-    )
-    return join(first.transpose(1, 2), second.transpose(1, 2), layout)
-
-
-def _attention_of(attention: Any) -> Any:
-    own = sys.modules[type(attention).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, own)
+    return *(part.flatten(-2) for part in normed), value.flatten(-2)
 
 
 def _add_norm(
-    norm: Any, hidden: Tensor, change: Tensor | None, num_copies: int
+    kernels: Kernels, norm: Any, hidden: Tensor, change: Tensor | None, num_copies: int
 ) -> tuple[Tensor, ...]:
     """The sum, and its norm for each of the products that read it."""
-    from counterpoise.policy.kernels.triton_norm import add_norm
-
-    dtype = _dtype(hidden, norm.weight)
-    return add_norm(hidden, change, norm.weight, norm.variance_epsilon, dtype, num_copies)
+    dtype = product_dtype(hidden, norm.weight)
+    return kernels.add_norm(hidden, change, norm.weight, norm.variance_epsilon, dtype, num_copies)
 
 
-def _norm(norm: Any, hidden_states: Tensor) -> Tensor:
+def _norm(norm: Any, kernels: Kernels, hidden_states: Tensor) -> Tensor:
     """The norm in its own precision: what reads it may not be a product."""
-    from counterpoise.policy.kernels.triton_norm import add_norm
-
     dtype = torch.promote_types(hidden_states.dtype, norm.weight.dtype)
-    return add_norm(hidden_states, None, norm.weight, norm.variance_epsilon, dtype)[1]
-
-
-def _dtype(*parts: Tensor) -> torch.dtype:
-    """What autocast would make of the parts' product, or torch without it."""
-    device = parts[0].device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return torch.promote_types(parts[0].dtype, parts[1].dtype)
+    return kernels.add_norm(hidden_states, None, norm.weight, norm.variance_epsilon, dtype)[1]

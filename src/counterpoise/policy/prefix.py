@@ -31,6 +31,7 @@ GRAIN = 8
 # of the tokens of whole rows: above it the second attention costs more than the prompts saved
 WORTH_FRAC = 0.9
 _HELD: set[int] = set()  # configs of models whose attention stays as the forward had it
+_WITHOUT_MASKS: set[int] = set()  # configs of models whose layers know from lengths what is seen
 
 
 class Prefixes(NamedTuple):
@@ -136,6 +137,7 @@ def hidden_of_prefixes(
             use_cache=False,
             prefix_shape=(*rows.ids_PW.shape, *rows.ids_NS.shape),
             prefix_N=rows.prompt_N,
+            prefix_length_P=rows.length_P,
             prefix_rows=rows_by_prompt(rows),
         ).last_hidden_state[0]
     return hidden_LD.index_select(0, flat_index(rows, row_M, column_M))
@@ -199,8 +201,11 @@ def attend(
 @contextmanager
 def own_attention(config: Any) -> Iterator[None]:
     """The model's attention is ``attend`` for the block, and on to the end of ``same_attention``
-    around it.
+    around it; not where layers have an attention of their own, and threads may share the config.
     """
+    if id(config) in _WITHOUT_MASKS:
+        yield
+        return
     implementation = config._attn_implementation
     config._attn_implementation = NAME
     try:
@@ -208,6 +213,16 @@ def own_attention(config: Any) -> Iterator[None]:
     finally:
         if id(config) not in _HELD:
             config._attn_implementation = implementation
+
+
+@contextmanager
+def without_masks(config: Any) -> Iterator[None]:
+    """The model's layers need no mask for the block: lengths tell them what a token sees."""
+    _WITHOUT_MASKS.add(id(config))
+    try:
+        yield
+    finally:
+        _WITHOUT_MASKS.discard(id(config))
 
 
 @contextmanager
@@ -260,6 +275,8 @@ def _mask(decoder: PreTrainedModel, rows: Prefixes) -> Tensor:
     multiples of ``ALIGNMENT``: from any other mask every layer would make such a one and keep it
     for the backward."""
     config, device = decoder.config, rows.ids_PW.device.type
+    if id(config) in _WITHOUT_MASKS:
+        return torch.zeros(1, 1, 1, 1)  # four axes: Hugging Face passes it on as it is
     seen = is_seen(rows).repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
     embedding: Any = decoder.get_input_embeddings()
     own = embedding.weight.dtype
