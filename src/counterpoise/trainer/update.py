@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,15 @@ from counterpoise.policy.precision import autocast
 from counterpoise.policy.prefix import same_attention
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.config import Config, ConfigError, Optimizer
+from counterpoise.trainer.threads import MOST_PARAMETERS, add_gradients
 from counterpoise.types import Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.trainer")
 _FITS: WeakKeyDictionary[Any, int] = (
     WeakKeyDictionary()
 )  # token budgets that were found by running out of memory
+
+_IS_FUSED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether kernels can be fused
 
 
 class Update(NamedTuple):
@@ -89,10 +93,9 @@ def accumulate_gradients(
         budget = budget_that_fits(model, config)
         cuts = micro_batches(model, rows, collected, budget)
         try:
-            return cuts, [
-                micro_gradient(model, method, rows.select(pick_R), collected, config)
-                for pick_R in cuts
-            ]
+            return cuts, micro_gradients(
+                model, method, [rows.select(pick_R) for pick_R in cuts], collected, config
+            )
         except torch.OutOfMemoryError as error:
             if len(cuts) == len(rows.row_R):
                 raise ValueError(
@@ -115,13 +118,18 @@ def budget_that_fits(model: PreTrainedModel, config: Config) -> int:
     return min(config.token_budget, _FITS.get(model, config.token_budget))
 
 
-def micro_gradient(
-    model: PreTrainedModel, method: Method, micro: Rows, collected: RolloutBatch, config: Config
-) -> tuple[Tensor, ...]:
-    """Add the gradient of one micro-batch; the columns the loss used and returned."""
-    # the backward too: it may compute layers again, and must do so in the same way
-    with kernels_without_plans(), chosen_kernels(model, config.optimizer), same_attention(model):
-        with autocast(model), recomputing(model, config.optimizer):
+def micro_gradients(
+    model: PreTrainedModel,
+    method: Method,
+    micros: list[Rows],
+    collected: RolloutBatch,
+    config: Config,
+) -> list[tuple[Tensor, ...]]:
+    """Add the gradients of micro-batches; the columns the loss used and returned."""
+    settings = config.optimizer
+
+    def loss_of(micro: Rows) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with autocast(model), recomputing(model, settings):
             trainer_logp_NT = token_logp(
                 model,
                 [collected.prompt_ids[r] for r in micro.row_R.tolist()],
@@ -130,8 +138,37 @@ def micro_gradient(
                 temperature=config.rollouts.temperature,
             )
         loss = method.loss(trainer_logp_NT, micro)
-        (loss.loss_NT * micro.scale_NT).sum().backward()
-    return tuple(column.detach() for column in (trainer_logp_NT, *loss))
+        columns = tuple(column.detach() for column in (trainer_logp_NT, *loss))
+        return (loss.loss_NT * micro.scale_NT).sum(), columns
+
+    # the backward too: it may compute layers again, and must do so in the same way
+    with kernels_without_plans(), chosen_kernels(model, settings):
+        if works_in_threads(model, settings):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            return add_gradients(parameters, micros, loss_of)
+        return [_backward(model, partial(loss_of, micro)) for micro in micros]
+
+
+def _backward(
+    model: PreTrainedModel, loss_of: Callable[[], tuple[Tensor, tuple[Tensor, ...]]]
+) -> tuple[Tensor, ...]:
+    with same_attention(model):
+        loss, columns = loss_of()
+        loss.backward()
+    return columns
+
+
+def works_in_threads(model: PreTrainedModel, settings: Optimizer) -> bool:
+    """Whether each of torch's threads takes micro-batches of its own: a small model on a CPU, with
+    fused kernels (others share what they write to) and without dropout.
+    """
+    return (
+        model.device.type == "cpu"
+        and has_fused_kernels(model, settings)
+        and not settings.activation_checkpointing
+        and not model.training
+        and model.num_parameters() <= MOST_PARAMETERS
+    )
 
 
 def prepare_rows(
@@ -199,9 +236,16 @@ def check_kernels(model: PreTrainedModel, settings: Optimizer) -> None:
 
 def chosen_kernels(model: PreTrainedModel, settings: Optimizer) -> AbstractContextManager[None]:
     """The decoder layers with the recipe's kernels for the block."""
-    if settings.kernels == "torch" or settings.compile or why_not_fused(model):
-        return nullcontext()
-    return fused_layers(model)
+    return fused_layers(model) if has_fused_kernels(model, settings) else nullcontext()
+
+
+def has_fused_kernels(model: PreTrainedModel, settings: Optimizer) -> bool:
+    """Whether the update's layers have fused kernels; the layers are looked at once per model."""
+    if settings.kernels == "torch" or settings.compile:
+        return False
+    if model not in _IS_FUSED:
+        _IS_FUSED[model] = why_not_fused(model) is None
+    return _IS_FUSED[model]
 
 
 def decoder_layers(model: PreTrainedModel, setting: str) -> list[Any]:
