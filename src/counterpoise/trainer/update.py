@@ -306,7 +306,8 @@ def adamw(model: torch.nn.Module, settings: Optimizer, seed: int = 0) -> torch.o
     }
     if settings.moments == "8bit" or any(p.dtype == torch.bfloat16 for p in parameters):
         return AdamW(parameters, **options, moments=settings.moments, seed=seed)
-    return torch.optim.AdamW(parameters, **options, fused=parameters[0].is_cuda)
+    is_fused = parameters[0].is_cuda or parameters[0].dtype == torch.float32
+    return torch.optim.AdamW(parameters, **options, fused=is_fused)
 
 
 def learning_rate(settings: Optimizer, update: int, num_updates: int) -> float:

@@ -11,6 +11,13 @@
 #include "vectors.h"
 
 enum { BLOCK = 8 * TILE }; /* queries that the backward of attention takes at a time */
+#if defined(__AVX512VL__)
+enum { PARTS = 3 }; /* vectors of a row of a tile: TILE x PARTS sums stay in registers */
+#elif defined(__AVX__)
+enum { PARTS = 2 };
+#else
+enum { PARTS = 4 };
+#endif
 
 INLINE whole least(whole a, whole b) { return a < b ? a : b; }
 INLINE whole in_vectors(whole size) { return (size + LANES - 1) / LANES * LANES; }
@@ -111,25 +118,26 @@ INLINE void turn(const float *restrict x, const float *restrict cos, const float
     }
 }
 
-/* Queries turned and scaled, keys turned, values as they are, for tokens [first, last) */
-void turn_heads(const Heads *from, const float *cos_LC, const float *sin_LC, float *turned_LJC, float scaling, whole H, whole K, whole C,
-                whole first, whole last) {
+/* Queries turned and scaled, keys turned, values as they are, for tokens [first, last); head by head, as attention reads them */
+void turn_heads(const Heads *from, const float *cos_LC, const float *sin_LC, float *turned_JLC, float scaling, whole L, whole H, whole K,
+                whole C, whole first, whole last) {
     for (whole l = first; l < last; l++) {
         const float *cos = cos_LC + l * C, *sin = sin_LC + l * C;
-        float *out = turned_LJC + l * (H + 2 * K) * C;
-        for (whole h = 0; h < H; h++) turn(from->query + l * from->query_step + h * C, cos, sin, out + h * C, scaling, 1, C);
-        for (whole k = 0; k < K; k++) turn(from->key + l * from->key_step + k * C, cos, sin, out + (H + k) * C, 1, 1, C);
-        memcpy(out + (H + K) * C, from->value + l * from->value_step, K * C * sizeof(float));
+        float *out = turned_JLC + l * C;
+        for (whole h = 0; h < H; h++) turn(from->query + l * from->query_step + h * C, cos, sin, out + h * L * C, scaling, 1, C);
+        for (whole k = 0; k < K; k++) turn(from->key + l * from->key_step + k * C, cos, sin, out + (H + k) * L * C, 1, 1, C);
+        for (whole k = 0; k < K; k++)
+            memcpy(out + (H + K + k) * L * C, from->value + l * from->value_step + k * C, C * sizeof(float));
     }
 }
 
-void turn_heads_back(const float *d_turned_LJC, const float *cos_LC, const float *sin_LC, const Heads *to, float scaling, whole H, whole K,
-                     whole C, whole first, whole last) {
+void turn_heads_back(const float *d_turned_JLC, const float *cos_LC, const float *sin_LC, const Heads *to, float scaling, whole L, whole H,
+                     whole K, whole C, whole first, whole last) {
     for (whole l = first; l < last; l++) {
-        const float *cos = cos_LC + l * C, *sin = sin_LC + l * C, *from = d_turned_LJC + l * (H + 2 * K) * C;
-        for (whole h = 0; h < H; h++) turn(from + h * C, cos, sin, to->query + l * to->query_step + h * C, scaling, -1, C);
-        for (whole k = 0; k < K; k++) turn(from + (H + k) * C, cos, sin, to->key + l * to->key_step + k * C, 1, -1, C);
-        memcpy(to->value + l * to->value_step, from + (H + K) * C, K * C * sizeof(float));
+        const float *cos = cos_LC + l * C, *sin = sin_LC + l * C, *from = d_turned_JLC + l * C;
+        for (whole h = 0; h < H; h++) turn(from + h * L * C, cos, sin, to->query + l * to->query_step + h * C, scaling, -1, C);
+        for (whole k = 0; k < K; k++) turn(from + (H + k) * L * C, cos, sin, to->key + l * to->key_step + k * C, 1, -1, C);
+        for (whole k = 0; k < K; k++) memcpy(to->value + l * to->value_step + k * C, from + (H + K + k) * L * C, C * sizeof(float));
     }
 }
 
@@ -145,13 +153,13 @@ typedef struct {
 } Product;
 
 INLINE void tile(Product p, whole r, whole n, const int rows, const int parts) {
-    vec sum[TILE][2];
+    vec sum[TILE][PARTS];
     const float *a = p.a + r * p.a_row, *b = p.b + n;
     float *out = p.out + r * p.out_row + n;
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < parts; j++) sum[i][j] = p.is_added ? load(out + i * p.out_row + j * LANES) : all(0);
     for (whole k = 0; k < p.terms; k++) {
-        vec part[2];
+        vec part[PARTS];
         for (int j = 0; j < parts; j++) part[j] = load(b + k * p.b_row + j * LANES);
         for (int i = 0; i < rows; i++)
             for (int j = 0; j < parts; j++) sum[i][j] += a[i * p.a_row + k * p.a_term] * part[j];
@@ -162,8 +170,12 @@ INLINE void tile(Product p, whole r, whole n, const int rows, const int parts) {
 
 INLINE void tiles(Product p, whole r, whole size, const int rows) {
     whole n = 0;
-    for (; n + 2 * LANES <= size; n += 2 * LANES) tile(p, r, n, rows, 2);
-    if (n < size) tile(p, r, n, rows, 1);
+    for (; n + PARTS * LANES <= size; n += PARTS * LANES) tile(p, r, n, rows, PARTS);
+    switch ((size - n) / LANES) { /* PARTS is at most 4 */
+        case 3: tile(p, r, n, rows, PARTS > 2 ? 3 : 1); break;
+        case 2: tile(p, r, n, rows, 2); break;
+        case 1: tile(p, r, n, rows, 1);
+    }
 }
 
 static void multiply(Product p, whole rows, whole size) {
@@ -188,6 +200,7 @@ typedef struct { /* tokens of one attention: the prompt's, then the response's; 
     whole num_prompt, num; /* tokens of the prompt, of both; a prompt alone is `own` */
 } Span;
 
+INLINE whole tokens_of(const Layout *t) { return t->P * t->W + t->N * t->S; }
 INLINE whole token_of(Span s, whole l) { return l < s.num_prompt ? s.prompt + l : s.own + l - s.num_prompt; }
 
 /* Heads of tokens [from, to) as rows of whole vectors, zeros at their end */
@@ -200,11 +213,17 @@ INLINE void gather(const float *x, whole step, Span s, whole from, whole to, flo
 }
 
 /* The same as columns: out[c, l] */
-INLINE void gather_columns(const float *x, whole step, Span s, whole from, whole to, float *out, whole room, whole C) {
-    for (whole l = from; l < to; l++) {
-        const float *row = x + token_of(s, l) * step;
-        for (whole c = 0; c < C; c++) out[c * room + l] = row[c];
-    }
+INLINE void gather_columns(const float *x, Span s, whole from, whole to, float *out, whole room, whole C) {
+    whole l = from;
+    for (; l + LANES <= to; l += LANES)
+        for (whole c = 0; c < C; c++) {
+            const float *first = x + token_of(s, l) * C + c; /* tokens of a span that are gathered at once lie together */
+            vec column;
+            for (int i = 0; i < LANES; i++) column[i] = first[i * C];
+            store(out + c * room + l, column);
+        }
+    for (; l < to; l++)
+        for (whole c = 0; c < C; c++) out[c * room + l] = x[token_of(s, l) * C + c];
 }
 
 /* Scores in place become exp(score - top) where a token is seen and 0 up to the end, whole vectors; the log of their sum */
@@ -223,14 +242,14 @@ INLINE float shares(float *score, whole num_seen, whole end, float *total) {
 }
 
 /* One query head of a span: queries of tokens [num_prompt, num), each of which sees the tokens up to itself */
-static void attend(const Layout *t, Span s, whole h, const float *turned_LJC, const float *keys_CL, const float *values_LC, float *score,
+static void attend(const Layout *t, Span s, whole h, const float *turned_JLC, const float *keys_CL, const float *values_LC, float *score,
                    float *mixed, whole room, float *out_LHC, float *log_sum_LH) {
-    const whole C = t->C, width = in_vectors(C), step = (t->H + 2 * t->K) * C;
+    const whole C = t->C, width = in_vectors(C);
     for (whole first = s.num_prompt; first < s.num; first += TILE) {
         const whole rows = least(TILE, s.num - first), seen = first + rows, end = in_vectors(seen);
-        const float *query = turned_LJC + token_of(s, first) * step + h * C;
+        const float *query = turned_JLC + (h * tokens_of(t) + token_of(s, first)) * C;
         float total[TILE];
-        multiply((Product){query, step, 1, keys_CL, room, score, room, C, 0}, rows, end);
+        multiply((Product){query, C, 1, keys_CL, room, score, room, C, 0}, rows, end);
         for (whole r = 0; r < rows; r++)
             log_sum_LH[token_of(s, first + r) * t->H + h] = shares(score + r * room, first + r + 1, end, total + r);
         multiply((Product){score, room, 1, values_LC, width, mixed, width, seen, 0}, rows, width);
@@ -242,27 +261,23 @@ static void attend(const Layout *t, Span s, whole h, const float *turned_LJC, co
     }
 }
 
-INLINE void clear(float *x_LJC, whole step, whole first, whole last, whole size) {
-    for (whole l = first; l < last; l++) memset(x_LJC + l * step, 0, size * sizeof(float));
-}
-
 /* Softmax attention of units [first, last): unit p K + k is key-value head k of a prompt and its responses. What pads a prompt is 0. */
-void attention(const Layout *t, const float *turned_LJC, float *out_LHC, float *log_sum_LH, whole first, whole last) {
-    const whole C = t->C, width = in_vectors(C), G = t->H / t->K, step = (t->H + 2 * t->K) * C, room = in_vectors(t->W + t->S);
+void attention(const Layout *t, const float *turned_JLC, float *out_LHC, float *log_sum_LH, whole first, whole last) {
+    const whole C = t->C, width = in_vectors(C), G = t->H / t->K, size = tokens_of(t) * C, room = in_vectors(t->W + t->S);
     float *keys = calloc(room * (C + width + TILE) + TILE * width, sizeof(float));
     float *values = keys + room * C, *score = values + room * width, *mixed = score + room * TILE;
     for (whole unit = first; unit < last; unit++) {
         const whole p = unit / t->K, k = unit % t->K;
-        const float *key = turned_LJC + (t->H + k) * C, *value = key + t->K * C;
+        const float *key = turned_JLC + (t->H + k) * size, *value = key + t->K * size;
         Span s = {0, p * t->W, 0, t->length_P[p]};
         for (whole i = t->start_P1[p] - 1; i < t->start_P1[p + 1]; i++) {
             if (i >= t->start_P1[p]) s = (Span){p * t->W, t->P * t->W + t->order_N[i] * t->S, t->length_P[p], t->length_P[p] + t->S};
-            gather_columns(key, step, s, s.num_prompt, s.num, keys, room, C);
-            gather(value, step, s, s.num_prompt, s.num, values, C);
+            gather_columns(key, s, s.num_prompt, s.num, keys, room, C);
+            gather(value, C, s, s.num_prompt, s.num, values, C);
             for (whole h = k * G; h < (k + 1) * G; h++)
-                attend(t, s, h, turned_LJC, keys, values, score, mixed, room, out_LHC, log_sum_LH);
+                attend(t, s, h, turned_JLC, keys, values, score, mixed, room, out_LHC, log_sum_LH);
         }
-        clear(out_LHC + k * G * C, t->H * C, p * t->W + t->length_P[p], (p + 1) * t->W, G * C);
+        for (whole l = p * t->W + t->length_P[p]; l < (p + 1) * t->W; l++) memset(out_LHC + (l * t->H + k * G) * C, 0, G * C * sizeof(float));
     }
     free(keys);
 }
@@ -297,13 +312,14 @@ INLINE void score_back(float *share, float *d_score, whole num_seen, whole end, 
 }
 
 /* The backward of `attend`; gradients of keys and values are added to those of the span */
-static void attend_back(const Layout *t, Span s, whole h, const float *turned_LJC, const float *out_LHC, const float *log_sum_LH,
-                        const float *d_out_LHC, float *d_turned_LJC, Scratch m) {
-    const whole C = t->C, width = in_vectors(C), step = (t->H + 2 * t->K) * C, room = m.room;
+static void attend_back(const Layout *t, Span s, whole h, const float *turned_JLC, const float *out_LHC, const float *log_sum_LH,
+                        const float *d_out_LHC, float *d_turned_JLC, Scratch m) {
+    const whole C = t->C, width = in_vectors(C), room = m.room;
+    const whole head = h * tokens_of(t) * C;
     for (whole start = s.num_prompt; start < s.num; start += BLOCK) {
         const whole size = least(BLOCK, s.num - start), block_end = in_vectors(start + size);
         const Span block = {0, token_of(s, start), 0, size};
-        gather(turned_LJC + h * C, step, block, 0, size, m.query, C);
+        gather(turned_JLC + head, C, block, 0, size, m.query, C);
         gather(d_out_LHC + h * C, t->H * C, block, 0, size, m.d_out, C);
         for (whole first = 0; first < size; first += TILE) {
             const whole rows = least(TILE, size - first), seen = start + first + rows, end = in_vectors(seen);
@@ -317,7 +333,7 @@ static void attend_back(const Layout *t, Span s, whole h, const float *turned_LJ
             }
             multiply((Product){d_score, room, 1, m.keys_LC, width, m.d_query, width, seen, 0}, rows, width);
             for (whole r = 0; r < rows; r++)
-                memcpy(d_turned_LJC + (block.own + first + r) * step + h * C, m.d_query + r * width, C * sizeof(float));
+                memcpy(d_turned_JLC + head + (block.own + first + r) * C, m.d_query + r * width, C * sizeof(float));
         }
         multiply((Product){m.d_score, 1, room, m.query, width, m.d_keys_LC, width, size, 1}, start + size, width);
         multiply((Product){m.share, 1, room, m.d_out, width, m.d_values_LC, width, size, 1}, start + size, width);
@@ -325,40 +341,40 @@ static void attend_back(const Layout *t, Span s, whole h, const float *turned_LJ
 }
 
 /* Gradients of keys and values of tokens [from, to) to their place, and zeros in theirs */
-INLINE void scatter(Scratch m, Span s, whole from, whole to, float *d_key, float *d_value, whole step, whole C) {
+INLINE void scatter(Scratch m, Span s, whole from, whole to, float *d_key, float *d_value, whole C) {
     const whole width = in_vectors(C);
     for (whole l = from; l < to; l++) {
-        memcpy(d_key + token_of(s, l) * step, m.d_keys_LC + l * width, C * sizeof(float));
-        memcpy(d_value + token_of(s, l) * step, m.d_values_LC + l * width, C * sizeof(float));
+        memcpy(d_key + token_of(s, l) * C, m.d_keys_LC + l * width, C * sizeof(float));
+        memcpy(d_value + token_of(s, l) * C, m.d_values_LC + l * width, C * sizeof(float));
     }
     memset(m.d_keys_LC + from * width, 0, (to - from) * width * sizeof(float));
     memset(m.d_values_LC + from * width, 0, (to - from) * width * sizeof(float));
 }
 
 /* Gradients of a prompt's keys and values are added over its responses, in their order, then over its own queries */
-void attention_back(const Layout *t, const float *turned_LJC, const float *out_LHC, const float *log_sum_LH, const float *d_out_LHC,
-                    float *d_turned_LJC, whole first, whole last) {
-    const whole C = t->C, G = t->H / t->K, step = (t->H + 2 * t->K) * C;
+void attention_back(const Layout *t, const float *turned_JLC, const float *out_LHC, const float *log_sum_LH, const float *d_out_LHC,
+                    float *d_turned_JLC, whole first, whole last) {
+    const whole C = t->C, G = t->H / t->K, size = tokens_of(t) * C;
     Scratch m = scratch_of(t);
     for (whole unit = first; unit < last; unit++) {
         const whole p = unit / t->K, k = unit % t->K, begin = t->start_P1[p], end = t->start_P1[p + 1], num = t->length_P[p];
-        const whole key = (t->H + k) * C, value = key + t->K * C;
+        const whole key = (t->H + k) * size, value = key + t->K * size, pad = (p * t->W + num) * C;
         for (whole i = begin - 1; i <= end; i++) { /* before the responses the prompt's keys are read, after them its queries go back */
             const int is_response = i >= begin && i < end;
             Span s = {0, p * t->W, 0, num};
             if (is_response) s = (Span){p * t->W, t->P * t->W + t->order_N[i] * t->S, num, num + t->S};
             if (i < end) {
-                gather_columns(turned_LJC + key, step, s, s.num_prompt, s.num, m.keys_CL, m.room, C);
-                gather_columns(turned_LJC + value, step, s, s.num_prompt, s.num, m.values_CL, m.room, C);
-                gather(turned_LJC + key, step, s, s.num_prompt, s.num, m.keys_LC, C);
+                gather_columns(turned_JLC + key, s, s.num_prompt, s.num, m.keys_CL, m.room, C);
+                gather_columns(turned_JLC + value, s, s.num_prompt, s.num, m.values_CL, m.room, C);
+                gather(turned_JLC + key, C, s, s.num_prompt, s.num, m.keys_LC, C);
             }
             for (whole h = k * G; i >= begin && h < (k + 1) * G; h++)
-                attend_back(t, s, h, turned_LJC, out_LHC, log_sum_LH, d_out_LHC, d_turned_LJC, m);
-            if (i >= begin) scatter(m, s, s.num_prompt, s.num, d_turned_LJC + key, d_turned_LJC + value, step, C);
+                attend_back(t, s, h, turned_JLC, out_LHC, log_sum_LH, d_out_LHC, d_turned_JLC, m);
+            if (i >= begin) scatter(m, s, s.num_prompt, s.num, d_turned_JLC + key, d_turned_JLC + value, C);
         }
-        clear(d_turned_LJC + k * G * C, step, p * t->W + num, (p + 1) * t->W, G * C);
-        clear(d_turned_LJC + key, step, p * t->W + num, (p + 1) * t->W, C);
-        clear(d_turned_LJC + value, step, p * t->W + num, (p + 1) * t->W, C);
+        for (whole h = k * G; h < (k + 1) * G; h++) memset(d_turned_JLC + h * size + pad, 0, (t->W - num) * C * sizeof(float));
+        memset(d_turned_JLC + key + pad, 0, (t->W - num) * C * sizeof(float));
+        memset(d_turned_JLC + value + pad, 0, (t->W - num) * C * sizeof(float));
     }
     free(m.keys_CL);
 }

@@ -28,8 +28,8 @@ ARGUMENTS = {
     "add_norm_back": "pppppppppnn",
     "open_gate": "pppnnn",
     "open_gate_back": "pppppnnn",
-    "turn_heads": "ppppfnnnnn",
-    "turn_heads_back": "ppppfnnnnn",
+    "turn_heads": "ppppfnnnnnn",
+    "turn_heads_back": "ppppfnnnnnn",
     "attention": "ppppnn",
     "attention_back": "ppppppnn",
 }
@@ -117,7 +117,8 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, d_hidden: Tensor | None, *d_outs: Tensor | None) -> tuple[Any, ...]:
         hidden, weight_D, scale_R = ctx.saved_tensors
         size, d_x = hidden.shape[-1], torch.empty_like(hidden)
-        grads = [grad.contiguous() for grad in d_outs if grad is not None] or [torch.zeros_like(hidden)]
+        grads = [grad.contiguous() for grad in d_outs if grad is not None]
+        grads = grads or [torch.zeros_like(hidden)]
         d_hidden = None if d_hidden is None else d_hidden.contiguous()
         whole = [*grads, *[None] * (3 - len(grads)), d_hidden, d_x]
         d_weight_PD = weight_D.new_zeros(torch.get_num_threads(), size)

@@ -75,14 +75,14 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         (num_heads, num_kv, size), length = sizes, len(parts[0])
         cos, sin = cos.contiguous(), sin.contiguous()
-        turned_LJC = cos.new_empty(length, num_heads + 2 * num_kv, size)
+        turned_JLC = cos.new_empty(num_heads + 2 * num_kv, length, size)
         dense = [_dense(part) for part in parts]
         heads = _heads(dense, sizes)
-        places, number = (address(cos), address(sin), address(turned_LJC)), turned_LJC.numel()
+        places, number = (address(cos), address(sin), address(turned_JLC)), turned_JLC.numel()
         in_parts(
             *(length, number),
             lambda _, *span: library().turn_heads(
-                ctypes.byref(heads), *places, scaling, *sizes, *span
+                ctypes.byref(heads), *places, scaling, length, *sizes, *span
             ),
         )
         out, log_sum_LH = (
@@ -90,12 +90,12 @@ class _Attention(torch.autograd.Function):
             cos.new_empty(length, num_heads),
         )
         layout = _layout(rows, sizes)
-        goals = tuple(map(address, (turned_LJC, out, log_sum_LH)))
+        goals = tuple(map(address, (turned_JLC, out, log_sum_LH)))
         in_parts(
             *(rows.num_prompts * num_kv, number),
             lambda _, *span: library().attention(ctypes.byref(layout), *goals, *span),
         )
-        ctx.save_for_backward(cos, sin, turned_LJC, out, log_sum_LH)
+        ctx.save_for_backward(cos, sin, turned_JLC, out, log_sum_LH)
         ctx.rows, ctx.sizes, ctx.scaling = rows, sizes, scaling
         ctx.widths = [part.shape[1] for part in parts]
         return out
@@ -103,22 +103,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        cos, sin, turned_LJC, out, log_sum_LH = ctx.saved_tensors
+        cos, sin, turned_JLC, out, log_sum_LH = ctx.saved_tensors
         sizes, scaling, d_out = ctx.sizes, ctx.scaling, d_out.contiguous()
-        d_turned_LJC, number = torch.empty_like(turned_LJC), turned_LJC.numel()
+        d_turned_JLC, number = torch.empty_like(turned_JLC), turned_JLC.numel()
         layout = _layout(ctx.rows, sizes)
-        goals = tuple(map(address, (turned_LJC, out, log_sum_LH, d_out, d_turned_LJC)))
+        goals = tuple(map(address, (turned_JLC, out, log_sum_LH, d_out, d_turned_JLC)))
         in_parts(
             *(ctx.rows.num_prompts * sizes[1], number),
             lambda _, *span: library().attention_back(ctypes.byref(layout), *goals, *span),
         )
         grads = [out.new_empty(len(out), width) for width in ctx.widths]
         heads = _heads(grads, sizes)
-        places = tuple(map(address, (d_turned_LJC, cos, sin)))
+        places = tuple(map(address, (d_turned_JLC, cos, sin)))
         in_parts(
             *(len(out), number),
             lambda _, *span: library().turn_heads_back(
-                *places, ctypes.byref(heads), scaling, *sizes, *span
+                *places, ctypes.byref(heads), scaling, len(out), *sizes, *span
             ),
         )
         return None, None, None, None, None, *grads
