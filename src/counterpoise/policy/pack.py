@@ -191,6 +191,38 @@ def row_buckets(
     return batches
 
 
+def even_buckets(
+    prompt_ids: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    token_budget: int,
+    multiple: int,
+    *,
+    share: bool,
+) -> list[list[int]]:
+    """``row_buckets`` for workers who take batches side by side: as many as the budget asks for,
+    rounded up to a multiple, if there are rows for it, and of nearly the same size.
+
+    >>> even_buckets([[7]] * 5, [3, 3, 3, 3, 3], token_budget=16, multiple=1, share=False)
+    [[0, 1, 2], [3, 4]]
+    >>> even_buckets([[7]] * 5, [3, 3, 3, 3, 3], token_budget=8, multiple=2, share=False)
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def cut(budget: int) -> list[list[int]]:
+        return row_buckets(prompt_ids, lengths, budget, share=share)
+
+    best = cut(token_budget)
+    most, low, high = -(-len(best) // multiple) * multiple, 0, token_budget
+    while high - low > 1:  # the smallest budget that needs no more batches
+        middle = (low + high) // 2
+        batches = cut(middle)
+        if len(batches) <= most:
+            best, high = batches, middle
+        else:
+            low = middle
+    return best
+
+
 def _with_rows(
     size: Size, prompt: Sequence[int], num_new: int, rows: Sequence[int], lengths: Sequence[int]
 ) -> Size:

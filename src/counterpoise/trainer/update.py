@@ -20,7 +20,12 @@ from counterpoise.policy import measure, token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.fused import fused_layers, why_not_fused
 from counterpoise.policy.logp import reads_prompts_once
-from counterpoise.policy.pack import kernels_without_plans, response_lengths, row_buckets
+from counterpoise.policy.pack import (
+    even_buckets,
+    kernels_without_plans,
+    response_lengths,
+    row_buckets,
+)
 from counterpoise.policy.precision import autocast
 from counterpoise.policy.prefix import same_attention
 from counterpoise.rollouts import RolloutBatch
@@ -91,7 +96,7 @@ def accumulate_gradients(
     """
     while True:
         budget = budget_that_fits(model, config)
-        cuts = micro_batches(model, rows, collected, budget)
+        cuts = micro_batches(model, rows, collected, budget, config.optimizer)
         try:
             return cuts, micro_gradients(
                 model, method, [rows.select(pick_R) for pick_R in cuts], collected, config
@@ -194,12 +199,20 @@ def prepare_rows(
 
 
 def micro_batches(
-    model: PreTrainedModel, rows: Rows, collected: RolloutBatch, token_budget: int
+    model: PreTrainedModel,
+    rows: Rows,
+    collected: RolloutBatch,
+    token_budget: int,
+    settings: Optimizer,
 ) -> list[Tensor]:
     """Micro-batches by the tokens of their forward, the longest first; indices into ``rows``."""
     prompt_ids = [collected.prompt_ids[r] for r in rows.row_R.tolist()]
-    share = reads_prompts_once(backbone(model))
-    cuts = row_buckets(prompt_ids, response_lengths(rows.mask_NT), token_budget, share=share)
+    lengths, share = response_lengths(rows.mask_NT), reads_prompts_once(backbone(model))
+    if works_in_threads(model, settings) and torch.get_num_threads() > 1:
+        multiple = torch.get_num_threads()
+        cuts = even_buckets(prompt_ids, lengths, token_budget, multiple, share=share)
+    else:
+        cuts = row_buckets(prompt_ids, lengths, token_budget, share=share)
     return [torch.tensor(cut, device=rows.mask_NT.device) for cut in reversed(cuts)]
 
 
