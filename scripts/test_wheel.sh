@@ -42,7 +42,7 @@ from pathlib import Path
 import counterpoise
 folder = Path(counterpoise.__file__).parent
 assert folder.is_relative_to(sys.prefix), f"counterpoise comes from {folder}, not from the wheel"
-for file in ("py.typed", "recipes/demo.yaml", "sampling/kernels/cpu.c", "policy/bundled/model.safetensors", "policy/starts/free/model.safetensors"):
+for file in ("py.typed", "recipes/demo.yaml", "sampling/kernels/cpu.c", "policy/kernels/cpu.c", "policy/kernels/vectors.h", "policy/bundled/model.safetensors", "policy/starts/free/model.safetensors"):
     assert (folder / file).is_file(), f"the wheel has no {file}"'
 
 "$counterpoise" --help >help.txt

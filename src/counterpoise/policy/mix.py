@@ -106,15 +106,18 @@ def _mix_in_c(
 
     num_rows, length = parts[0].shape[:2]
     if "prefix_shape" in kwargs:
-        rows = Rows(*kwargs["prefix_shape"], kwargs["prefix_length_P"], *kwargs["prefix_rows"])
+        order_N, start_P1 = kwargs["prefix_rows"]
+        num_prompts, width, num_responses, longest = kwargs["prefix_shape"]
+        length_P = kwargs["prefix_length_P"]
+        rows = Rows(num_prompts, width, num_responses, longest, length_P, order_N, start_P1)
     else:
         assert attention_mask is None
         rows = whole_rows(num_rows, length)
-    turns = (part.expand(num_rows, -1, -1).flatten(0, 1) for part in position_embeddings)
+    cos, sin = (part.expand(num_rows, -1, -1).flatten(0, 1) for part in position_embeddings)
     config = attention.config
     sizes = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
     flat = tuple(part.flatten(0, 1) for part in parts)
-    return attend(flat, *turns, rows, sizes, attention.scaling)
+    return attend(flat, cos, sin, rows, sizes, attention.scaling)
 
 
 def _mix_in_triton(

@@ -85,8 +85,9 @@ class Optimizer(Section):
     compile: bool = False
     """Compile the decoder layers of the update with torch.compile; for long runs on a GPU."""
     kernels: Literal["auto", "torch", "fused"] = "auto"
-    """Decoder layers of the update: fused Triton kernels between the products (Llama, Qwen2 and
-    Qwen3 on CUDA) or torch's own; auto: fused where they can be and nothing is compiled."""
+    """Decoder layers of the update: fused kernels between the products (Llama, Qwen2 and Qwen3;
+    Triton on CUDA, C on a CPU in float32) or torch's own; auto: fused where they can be and
+    nothing is compiled."""
 
 
 class Eval(Section):

@@ -94,10 +94,10 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, change: Tensor | None, weight_D: Tensor, eps: float, num_copies: int
     ) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        size, has_change = x.shape[-1], change is not None
-        hidden, out = torch.empty_like(x) if has_change else x, torch.empty_like(x)
+        size, change = x.shape[-1], None if change is None else change.contiguous()
+        hidden, out = x if change is None else torch.empty_like(x), torch.empty_like(x)
         scale_R = x.new_empty(x.numel() // size)
-        whole = [x, change.contiguous() if has_change else None, hidden, out]
+        whole = [x, change, hidden, out]
 
         def run(_: int, first: int, last: int) -> None:
             x_at, change_at, hidden_at, out_at = (_from(part, first * size) for part in whole)
@@ -109,7 +109,7 @@ class _AddNorm(torch.autograd.Function):
         in_parts(len(scale_R), x.numel(), run)
         ctx.save_for_backward(hidden, weight_D, scale_R)
         ctx.set_materialize_grads(False)
-        ctx.has_change = has_change
+        ctx.has_change = change is not None
         return hidden, out, *(out.detach() for _ in range(num_copies - 1))
 
     @staticmethod
@@ -163,7 +163,9 @@ class _JoinedGate(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         d_gate_up = torch.empty_like(gate_up)
-        _open_back(*gate_up.chunk(2, -1), d_out, *d_gate_up.chunk(2, -1))
+        gate, up = gate_up.chunk(2, -1)
+        d_gate, d_up = d_gate_up.chunk(2, -1)
+        _open_back(gate, up, d_out, d_gate, d_up)
         return d_gate_up
 
 
