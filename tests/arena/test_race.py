@@ -207,6 +207,8 @@ def test_a_large_model_trains_alone_and_its_start_is_scored_once(
     monkeypatch.setattr(module, "LARGE", 1)
     monkeypatch.setattr(serial, "scores", counted)
     results = run(tmp_path / "arena", design(evaluations=(0, 1)))
+    order = [run.arm for run, batch in results if batch == 1]
+    assert order == ["grpo", "fade", "grpo again"] * 2  # cut off anywhere, no arm is far behind
     num_runs = len({run for run, _ in results})
     assert num_runs > 2 and scored.count(0) == 1 and scored.count(1) == num_runs
     starts = [one.values for (_, batch), one in results.items() if batch == 0]

@@ -26,7 +26,7 @@ from counterpoise.arena.live import Live
 from counterpoise.arena.member import Member
 from counterpoise.arena.outcomes import tuned_rates
 from counterpoise.arena.results import Run, append_result, finished, read_results
-from counterpoise.arena.runs import config_of, final_runs, shape_of, stacks, tuning_runs
+from counterpoise.arena.runs import config_of, final_runs, in_turns, shape_of, stacks, tuning_runs
 from counterpoise.arena.serial import train_apart
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
@@ -153,7 +153,7 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     arena.live.skip(len(runs) - len(left), (len(runs) - len(left)) * last)
     for some in stacks(arena.design, [run for run in left if not is_alone(arena, run)], arena.size):
         train_stack(arena, some)
-    alone = [run for run in left if is_alone(arena, run)]
+    alone = in_turns(run for run in left if is_alone(arena, run))
     train_apart(arena.design, arena.out, alone, arena.live, arena.jobs)
 
 

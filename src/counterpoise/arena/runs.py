@@ -5,7 +5,9 @@ stack.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from counterpoise.arena.design import Design
@@ -36,6 +38,21 @@ def final_runs(design: Design, rates: Mapping[str, float]) -> list[Run]:
         for seed in design.seeds_of(arm.name)
     ]
     return list(dict.fromkeys(runs))
+
+
+def in_turns(runs: Iterable[Run]) -> list[Run]:
+    """The first run of every arm and rate, then the second of each: what is cut off is cut off
+    evenly.
+
+    >>> [run.seed for run in in_turns([Run("a", 1e-4, 1), Run("a", 1e-4, 2), Run("b", 1e-4, 7)])]
+    [1, 7, 2]
+    """
+    seen: Counter[tuple[str, float]] = Counter()
+    turns = []
+    for run in runs:
+        turns.append((seen[run.arm, run.lr], run))
+        seen[run.arm, run.lr] += 1
+    return [run for _, run in sorted(turns, key=itemgetter(0))]
 
 
 def config_of(design: Design, run: Run) -> Config:
