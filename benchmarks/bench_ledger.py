@@ -6,7 +6,8 @@ tokens; peak memory; the head kernel.
 
 A training batch is one batch: sampling, measuring, credit, updates. ``ratio`` is
 ledger / batch, ``update`` ledger / updates alone, ``slowdown`` what ``every: 10`` adds to a
-run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers.
+run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers. The
+table's file is written while the next batch is sampled: ``parquet`` stands beside it.
 ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
 peak with and without the
 ledger: of the accelerator where there is one, else of two processes. On a machine that does other
@@ -37,6 +38,7 @@ from machine import device_name, peak
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
 from counterpoise.ledger.recorder import observe
+from counterpoise.run.write import write_tokens
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, load_config
@@ -46,14 +48,17 @@ from counterpoise.trainer.update import adamw, apply_update
 KERNEL_SIZES = (4096, 49152, 576)  # tokens, vocabulary, hidden size: those of SmolLM2-135M
 # what is timed by itself: stage -> (module, function)
 STAGES = {
+    "copies of weights": ("counterpoise.ledger.book", "copy_params"),
+    "response": ("counterpoise.ledger.account", "response"),
     "scores before and after": ("counterpoise.ledger.account", "score_update"),
+    "own parts": ("counterpoise.ledger.account", "own_parts"),
     "gradients by class": ("counterpoise.ledger.calculus.decompose", "class_gradients"),
     "forward mode": ("counterpoise.ledger.calculus.decompose", "change_along"),
     "residuals": ("counterpoise.ledger.book", "residuals"),
     "sharing": ("counterpoise.ledger.book", "sharing"),
     "token table": ("counterpoise.ledger.book", "token_table"),
-    "parquet": ("counterpoise.ledger.recorder", "write_tokens"),
     "numbers": ("counterpoise.ledger.book", "summary"),
+    "solution bank": ("counterpoise.ledger.recorder", "score_solutions"),
 }
 
 
@@ -63,6 +68,7 @@ class Cost(NamedTuple):
     sample_s: float
     update_s: float
     ledger_s: float
+    parquet_s: float
     num_tokens: int
     stages: dict[str, float]
 
@@ -115,7 +121,7 @@ class Bench(NamedTuple):
         with timed_stages(self.clock) as stages:
             recording = ledger_recording(config, self.policy, 0)
             with observe(
-                folder, self.policy, optimizer, collected, credit, recording, 0, None, len(plan)
+                self.policy, optimizer, collected, credit, recording, 0, None, len(plan)
             ) as ledger:
                 for row_R in plan:
                     rows = method.rows(collected.batch, credit, row_R)
@@ -127,7 +133,11 @@ class Bench(NamedTuple):
                     update_s += self.clock() - start
                     ledger.after(update.rows, update.loss, update.clip_factor, update.grad_norm)
             ledger_s = self.clock() - began - update_s
-        return Cost(sample_s, update_s, ledger_s, int(collected.batch.mask_NT.sum()), stages)
+        start = self.clock()
+        if ledger.tokens is not None:
+            write_tokens(folder, 0, ledger.tokens)
+        parquet_s, num_tokens = self.clock() - start, int(collected.batch.mask_NT.sum())
+        return Cost(sample_s, update_s, ledger_s, parquet_s, num_tokens, stages)
 
 
 @contextmanager
@@ -186,7 +196,7 @@ def main() -> None:
 
 def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
     found = bench.batches(axes, bench.config.rollouts.prompts, repeats)
-    names = ("step_s", "sample_s", "update_s", "ledger_s")
+    names = ("step_s", "sample_s", "update_s", "ledger_s", "parquet_s")
     row: dict[str, Any] = {
         name: statistics.median(getattr(cost, name) for cost in found) for name in names
     }
@@ -199,7 +209,9 @@ def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
         f" slowdown at every: 10 {row['ratio'] / 10:.0%}  {found[-1].num_tokens} tokens"
     )
     print(
-        "".join(f"    {name:<26}{seconds:7.2f} s\n" for name, seconds in stages.items()),
+        "".join(f"    {name:<26}{seconds:7.3f} s\n" for name, seconds in stages.items()),
+        f"    {'parquet, meanwhile':<26}{row['parquet_s']:7.3f} s\n",
+        sep="",
         end="",
         flush=True,
     )

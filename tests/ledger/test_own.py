@@ -13,6 +13,7 @@ from counterpoise.ledger.calculus import own as own_module
 from counterpoise.ledger.calculus.logprobs import Texts, at, copy_params, of_model, trainable
 from counterpoise.ledger.calculus.optimizers import response
 from counterpoise.ledger.calculus.own import own_by_rows, own_one_by_one, own_parts
+from counterpoise.ledger.calculus.row_norms import Call, CannotBatch, HeadCall, row_norms
 from counterpoise.policy import add_lora, token_logp
 from counterpoise.types import TokenBatch
 from helpers.reference_ledger import clean_gpt2, token_gradients
@@ -184,3 +185,38 @@ def test_a_sample_of_each_update_that_the_seed_decides():
     assert "own" not in none.columns and "own/num" not in none.summary()
     assert none.table(0)["own"].null_count == none.table(0)["others"].null_count == 10
     assert "own_head" in none.columns
+
+
+def test_embedding_and_head_set_no_limit_to_the_tokens_of_a_pass(monkeypatch):
+    """Their gradients by row are never laid out, so a wide vocabulary costs no more forwards."""
+    model = tiny("llama", vocab_size=997, tie_word_embeddings=True)
+    params, calls = trainable(model), []
+    own_parts(model, texts(), params, rates(params), TOKENS[:2])  # tried once
+    largest = max(p.numel() for name, p in params.items() if "embed" not in name)
+    monkeypatch.setattr(own_module, "MOST_NUMBERS", len(TOKENS) * largest)
+    handle = model.model.register_forward_hook(lambda *_: calls.append(1))
+    got = own_parts(model, texts(), params, rates(params), TOKENS)
+    handle.remove()
+    assert len(calls) == 1
+    expected = own_one_by_one(of_model(model, texts()), params, rates(params), TOKENS)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_learns_nothing_from_padding(tied):
+    """As torch has it: the row of ``padding_idx`` has no gradient, repeated tokens add up."""
+    model = tiny("llama", tie_word_embeddings=tied)
+    assert model.model.embed_tokens.padding_idx == 0
+    rows = Texts([[0, 2, 2], [2, 0, 5], [3, 0, 0], [4, 4, 4]], IDS_NT, MASK_NT)
+    params = trainable(model)
+    expected = own_one_by_one(of_model(model, rows), params, rates(params), TOKENS)
+    got = own_by_rows(model, rows, params, rates(params), TOKENS)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
+
+
+def test_a_weight_used_in_two_ways_takes_a_backward_per_token():
+    model = tiny("llama", tie_word_embeddings=True)
+    call = Call(model.model.norm, "weight", "head", torch.ones(1, 2, 16), torch.ones(1, 2, 16))
+    head = HeadCall("head", None, torch.ones(1, 16), torch.ones(1, 29))
+    with pytest.raises(CannotBatch, match="used in two ways"):
+        row_norms([call], head, {"head": 1.0}, 100)

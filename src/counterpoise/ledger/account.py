@@ -28,8 +28,10 @@ from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, 
 from counterpoise.ledger.calculus.own import draw_tokens, own_column, own_parts
 from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
+from counterpoise.maths.many import copies, negate_
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone
+from counterpoise.policy.fused import has_triton_layers
 from counterpoise.run.schema import PART_PREFIX, REST
 from counterpoise.types import Rows, TokenLoss
 
@@ -70,6 +72,7 @@ def account(
     classes: Mapping[str, Mapping[str, Tensor]],
     gradient: Params | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
     *,
     is_batched: bool | None = True,
     noise_floor: float | None = None,
@@ -91,6 +94,7 @@ def account(
             Log-probs before and after are scored in the
             parameters' own precision: bfloat16 products move a log-prob about as much as a update
             does.
+        kernels: the layers of the training forward; scores and gradients use them.
         is_batched: how the model takes forward mode (``decompose.forward_mode``); None leaves
             predictions out.
         noise_floor: where it is known already; None measures it.
@@ -103,7 +107,7 @@ def account(
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    scores = score_update(model, before, texts, head_response(model, updates), noise_floor)
+    scores = score_update(model, before, texts, head_response(model, updates), noise_floor, kernels)
     columns = update_columns(rows, loss, scores)
     if scores.kl_NT is None:
         notes.append(
@@ -124,9 +128,11 @@ def account(
     if is_batched is None:
         return Account(columns, notes)
     after = {name: p.detach() for name, p in live.items()}
-    total = None if gradient is None else {name: -gradient[name] for name in before}
+    total = None
+    if gradient is not None:
+        total = dict(zip(before, negate_(copies(gradient[name] for name in before))))
     parts = decompose(
-        of_model(model, texts, autocast),
+        of_model(model, texts, autocast, kernels),
         before,
         after,
         weight_NT,
@@ -148,20 +154,23 @@ def score_update(
     texts: Texts,
     updates: HeadResponse | None,
     noise_floor: float | None = None,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Scores:
-    """Log-probs at both parameter settings, in the same forward; the noise floor is measured unless
-    it is given.
+    """Log-probs at both parameter settings, in the same forward and through the same layers; the
+    noise floor is measured unless it is given.
     """
-    change = (
-        _change(model, before, texts, updates)
-        if backbone(model).head is not None
-        else _logp_change(model, before, texts)
-    )
-    floor = (
-        measured_noise(model, before, texts, change.logp_before_M)
-        if noise_floor is None
-        else noise_floor
-    )
+    is_plain = backbone(model).head is not None
+    with kernels():
+        change = (
+            _change(model, before, texts, updates)
+            if is_plain
+            else _logp_change(model, before, texts)
+        )
+        floor = (
+            measured_noise(model, before, texts, change.logp_before_M)
+            if noise_floor is None
+            else noise_floor
+        )
     return Scores(*change, noise_floor=floor)
 
 
@@ -248,7 +257,12 @@ def _change(
     start = at(model, before, lambda m: head_state(m, texts))
     target_M = texts.token_ids_NT[texts.mask_NT]
     change = head_change(
-        start, head_state(model, texts), target_M, temperature=texts.temperature, response=updates
+        start,
+        head_state(model, texts),
+        target_M,
+        temperature=texts.temperature,
+        response=updates,
+        fused=has_triton_layers(model),
     )
 
     kl_NT, own_head_NT = (

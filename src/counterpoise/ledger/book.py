@@ -51,6 +51,7 @@ class Settings(NamedTuple):
         categories: token texts -> category names.
         temperature, token_budget: as in training.
         autocast: precision of the training forward.
+        kernels: its layers, where they are not the model's own.
         own_tokens: tokens of each update whose own part is computed; 0 leaves it out.
         seed: of their draw; another one for every batch.
     """
@@ -60,6 +61,7 @@ class Settings(NamedTuple):
     temperature: float = 1.0
     token_budget: int = 16384
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    kernels: Callable[[], AbstractContextManager] = nullcontext
     own_tokens: int = OWN_TOKENS
     seed: int = 0
 
@@ -143,6 +145,7 @@ class Book:
             token_classes(self.settings.axes, facts),
             self._gradient,
             self.settings.autocast,
+            self.settings.kernels,
             is_batched=self._forward_mode(texts),
             noise_floor=self._noise_floor,
             own_tokens=self.settings.own_tokens,
@@ -202,10 +205,8 @@ class Book:
 
     def _keep_gradient(self, *_: Any) -> None:
         live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._gradient = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in live.items()
-        }
+        self._gradient = copy_params({n: p.grad for n, p in live.items() if p.grad is not None})
+        self._gradient |= {n: torch.zeros_like(p) for n, p in live.items() if p.grad is None}
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from counterpoise.ledger.table import join_passes
 from counterpoise.maths.reduce import derived_seed, masked_mean
 from counterpoise.policy import Policy
 from counterpoise.rollouts import RolloutBatch
-from counterpoise.run.write import write_tokens
+from counterpoise.run.files import Columns
 from counterpoise.types import Credit, Rows, TokenLoss
 
 log = logging.getLogger("counterpoise.ledger")
@@ -59,7 +58,6 @@ def columns_at(every: int, batch_number: int) -> frozenset[str]:
 
 @contextmanager
 def observe(
-    run_dir: Path,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     collected: RolloutBatch,
@@ -70,9 +68,10 @@ def observe(
     num_updates: int,
 ) -> Iterator[Observer]:
     """Watch the updates of one batch, ``num_updates`` in each pass over it; afterwards ``metrics``
-    (keys ``ledger/...``) and ``state`` (JSON, for the next batch) are there.
+    (keys ``ledger/...``), ``tokens`` (the table, None where there is none) and ``state`` (JSON, for
+    the next batch) are there.
     """
-    observer = Observer(run_dir, policy, collected, recording, batch_number, state, num_updates)
+    observer = Observer(policy, collected, recording, batch_number, state, num_updates)
     if is_due(recording.every, batch_number):
         observer.open_books(optimizer, credit)
     yield observer
@@ -87,7 +86,6 @@ class Observer:
 
     def __init__(
         self,
-        run_dir: Path,
         policy: Policy,
         collected: RolloutBatch,
         recording: Recording,
@@ -95,10 +93,11 @@ class Observer:
         state: State | None,
         num_updates: int,
     ) -> None:
-        self.run_dir, self.policy, self.collected = run_dir, policy, collected
+        self.policy, self.collected = policy, collected
         self.recording, self.batch_number = recording, batch_number
         self.num_updates = num_updates
         self.metrics: dict[str, float] = {}
+        self.tokens: Columns | None = None
         self.state: State = dict(state or {})
         self._grad_norms: list[float] = []
         self._books: list[Book] = []  # one per pass over the batch
@@ -136,11 +135,11 @@ class Observer:
                 self._book.after(rows, loss, clip_factor)
 
     def close(self) -> None:
-        """Write the table, gather the numbers, carry the state on."""
+        """Gather the table and the numbers, carry the state on."""
         self._fill_bank()
         if self._books:
             tables = [book.table(self.batch_number) for book in self._books]
-            write_tokens(self.run_dir, self.batch_number, join_passes(tables, self.num_updates))
+            self.tokens = join_passes(tables, self.num_updates)
             taxes = [tax for book in self._books for tax in book.taxes]
             numbers = mean_of([book.summary() for book in self._books])
             self.metrics |= numbers | self._cumulative(taxes) | self._drift()
@@ -203,13 +202,14 @@ class Observer:
 
     def _score(self, prompt_ids: list[list[int]], solutions: list[list[int]]) -> Tensor:
         book = self.recording.book
-        return score_solutions(
-            self.policy.model,
-            prompt_ids,
-            solutions,
-            temperature=book.temperature,
-            token_budget=book.token_budget,
-        )
+        with book.kernels():
+            return score_solutions(
+                self.policy.model,
+                prompt_ids,
+                solutions,
+                temperature=book.temperature,
+                token_budget=book.token_budget,
+            )
 
     def _texts(self, ids: list[int]) -> list[str]:
         return self.policy.tokenizer.batch_decode(

@@ -9,7 +9,7 @@ Axes: M response tokens laid end to end, V vocabulary, D hidden size, K candidat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,13 @@ class HeadScores(NamedTuple):
     topk_logp_MK: Tensor | None = None
 
 
-def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> Tensor:
+def head_logits(
+    hidden_MD: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Logits of the sampling distribution before truncation, ``z / temperature``, float32 or wider.
 
     Half-precision weights are multiplied with float32 sums and never rounded back: a logit of 20 in
@@ -49,13 +55,14 @@ def head_logits(hidden_MD: Tensor, head: Head, *, temperature: float = 1.0) -> T
     Args:
         hidden_MD: final hidden states, one row per token.
         head: the model's head.
+        product: ``(h, W) -> h W^T``, where it is another one.
 
     >>> head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), scale=0.5)
     >>> head_logits(torch.tensor([[3.0, 4.0]]), head).tolist()
     [[1.5, 4.0]]
     """
     head = _autocast(head, hidden_MD)
-    logits_MV = _product(hidden_MD.to(head.weight_VD.dtype), head.weight_VD)
+    logits_MV = (product or _product)(hidden_MD.to(head.weight_VD.dtype), head.weight_VD)
     if head.bias_V is not None:
         logits_MV = logits_MV + head.bias_V
     if head.scale != 1.0:

@@ -2,9 +2,10 @@
 over memory than Hugging Face's layers. The kernels are Triton's on CUDA, and C on a CPU.
 
 Layers of one model instance run ``_layer`` in place of their own forward; other models of the
-process are untouched, and outside the block the model is what it was: forward mode and
-``torch.func`` do not go through these kernels. Adapters work: projections are called as modules,
-unless they only multiply, or autocast casts and multiplies (``joined``).
+process are untouched, and outside the block the model is what it was: ``torch.func`` does not go
+through these kernels. Adapters work: projections are called as modules, unless they only multiply,
+autocast casts and multiplies (``joined``), or float32 without a gradient is multiplied in parts
+(``split``).
 
 Under autocast the norm and the rotation write the half-precision numbers that the next product
 would round to anyway.
@@ -20,11 +21,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from counterpoise.policy.joined import Joined, can_join, join_projections
+from counterpoise.policy.joined import Joined, can_join, join_projections, split_projections
 from counterpoise.policy.mix import (
     Kernels,
     c_kernels,
@@ -34,6 +34,7 @@ from counterpoise.policy.mix import (
     why_not_c,
 )
 from counterpoise.policy.prefix import DECODERS, without_masks
+from counterpoise.policy.split import can_split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,11 +79,21 @@ def fused_layers(model: PreTrainedModel, kernels: Kernels | None = None) -> Iter
             del module.forward
 
 
-class _Weights:
-    """The joined projections of a forward, made when its first layer asks; a thread has its own.
+def has_triton_layers(model: PreTrainedModel) -> bool:
+    """Whether this runs inside the block of ``fused_layers`` with Triton's kernels."""
+    layers = getattr(model.get_decoder(), "layers", ())
+    forwards = (vars(layer).get("forward") for layer in layers)
+    return any(getattr(f, "func", None) is _layer and f.args[2].is_triton for f in forwards)
 
-    None where there are none: no autocast and kernels that join under it alone, adapters, or layers
-    that the backward computes again, which has to find there what the forward had."""
+
+class _Weights:
+    """The joined projections of a forward: under autocast, or wherever the kernels join, made when
+    its first layer asks (a thread has its own); in float32 without gradient split for tensor cores,
+    of one layer at a time.
+
+    None where there are none: float32 with a gradient and kernels that join under autocast alone,
+    adapters, or layers that the backward computes again, which has to find there what the forward
+    had."""
 
     def __init__(self, decoder: Any, kernels: Kernels) -> None:
         self.layers, self.always = list(decoder.layers), kernels.joins_always
@@ -90,9 +101,12 @@ class _Weights:
         self.own = threading.local()
 
     def of(self, layer: Any, device: str) -> Joined | None:
-        has_autocast = torch.is_autocast_enabled(device)
-        if not self.can_join or not (has_autocast or self.always):
+        if not self.can_join:
             return None
+        has_autocast = torch.is_autocast_enabled(device)
+        if not (has_autocast or self.always):
+            is_split = not torch.is_grad_enabled() and can_split(layer.mlp.down_proj.weight)
+            return split_projections(layer) if is_split else None
         if layer is self.layers[0]:
             dtype = torch.get_autocast_dtype(device) if has_autocast else torch.float32
             self.own.joined = dict(zip(self.layers, join_projections(self.layers, dtype)))
@@ -142,7 +156,7 @@ def _layer(
     heads = _heads(attention, kernels, inputs, joined)
     mixed = kernels.mix(attention, heads, position_embeddings, attention_mask, **kwargs)
     mixed = mixed.reshape(*hidden.shape[:-1], -1)
-    change = F.linear(mixed, *joined.out) if joined else attention.o_proj(mixed)
+    change = joined.out.of(mixed) if joined else attention.o_proj(mixed)
     middle = layer.post_attention_layernorm
     hidden, *inputs = norm(middle, hidden, change, 1 if joined else 2)
     return hidden + _mlp(layer.mlp, kernels, inputs, joined)
@@ -150,8 +164,7 @@ def _layer(
 
 def _mlp(mlp: Any, kernels: Kernels, inputs: list[Tensor], joined: Joined | None) -> Tensor:
     if joined:
-        opened = kernels.open_joined_gate(F.linear(inputs[0], *joined.gate_up))
-        return F.linear(opened, *joined.down)
+        return joined.down.of(kernels.open_joined_gate(joined.gate_up.of(inputs[0])))
     return mlp.down_proj(kernels.open_gate(mlp.gate_proj(inputs[0]), mlp.up_proj(inputs[1])))
 
 
@@ -165,7 +178,7 @@ def _heads(
     if not joined:
         parts = tuple(project(states) for project, states in zip(projections, inputs))
     else:
-        parts = (F.linear(inputs[0], *joined.qkv),)
+        parts = (joined.qkv.of(inputs[0]),)
     if not hasattr(attention, "q_norm"):
         return parts
     query, key, value = split_heads(attention, parts)

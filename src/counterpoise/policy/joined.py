@@ -11,14 +11,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from counterpoise.policy.split import split_product
 
 
 class Product(NamedTuple):
-    """One or more projections: ``x W^T + b``, results one after the other."""
+    """One or more projections: ``x W^T + b``, results one after the other; ``is_split`` takes
+    float32 apart for tensor cores.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    is_split: bool = False
+
+    def of(self, x: Tensor) -> Tensor:
+        return (split_product if self.is_split else F.linear)(x, self.weight, self.bias)
 
 
 class Joined(NamedTuple):
@@ -70,6 +79,20 @@ def join_projections(layers: Sequence[Any], dtype: torch.dtype) -> list[Joined]:
         [Product(next(cast), None if group[0].bias is None else next(cast)) for group in groups]
     )
     return [Joined(*(next(products) for _ in Joined._fields)) for _ in layers]
+
+
+@torch.no_grad()
+def split_projections(layer: Any) -> Joined:
+    """Those of one layer in float32, for products on tensor cores; no gradient."""
+    products = [
+        Product(_cat(group, "weight"), None if group[0].bias is None else _cat(group, "bias"), True)
+        for group in projections(layer)
+    ]
+    return Joined(*products)
+
+
+def _cat(group: Sequence[nn.Module], kind: str) -> Tensor:
+    return torch.cat([getattr(linear, kind) for linear in group])
 
 
 class _Join(torch.autograd.Function):

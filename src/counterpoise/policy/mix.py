@@ -28,6 +28,7 @@ class Kernels(NamedTuple):
     mix: Callable[..., Tensor]
     joins_always: bool  # projections that read the same states; else under autocast alone
     reads_masks: bool
+    is_triton: bool
 
 
 @functools.cache
@@ -36,8 +37,15 @@ def triton_kernels() -> Kernels:
     from counterpoise.policy.kernels.triton_gate import open_gate, open_joined_gate
     from counterpoise.policy.kernels.triton_norm import add_norm
 
-    mix = _mix_in_triton
-    return Kernels(add_norm, open_gate, open_joined_gate, mix, joins_always=False, reads_masks=True)
+    return Kernels(
+        add_norm,
+        open_gate,
+        open_joined_gate,
+        _mix_in_triton,
+        joins_always=False,
+        reads_masks=True,
+        is_triton=True,
+    )
 
 
 @functools.cache
@@ -45,8 +53,15 @@ def c_kernels() -> Kernels:
     """Float32 alone."""
     from counterpoise.policy.kernels.cpu import add_norm, open_gate, open_joined_gate
 
-    mix = _mix_in_c
-    return Kernels(add_norm, open_gate, open_joined_gate, mix, joins_always=True, reads_masks=False)
+    return Kernels(
+        add_norm,
+        open_gate,
+        open_joined_gate,
+        _mix_in_c,
+        joins_always=True,
+        reads_masks=False,
+        is_triton=False,
+    )
 
 
 def why_not_c(decoder: Any) -> str | None:

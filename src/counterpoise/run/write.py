@@ -97,6 +97,27 @@ def write_rollout_columns(run_dir: Path, batch_number: int, columns: Columns) ->
     write_table(batch_file(run_dir, "rollouts", batch_number, ".parquet"), columns)
 
 
+def write_batch(
+    run_dir: Path,
+    batch_number: int,
+    tables: Mapping[str, Columns | None],
+    manifest: Mapping[str, Any],
+    timing: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> None:
+    """A batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files.
+
+    Args:
+        tables: ``rollouts`` and ``tokens``; None where the batch has no such file.
+    """
+    for folder, columns in tables.items():
+        if columns is not None:
+            write_table(batch_file(run_dir, folder, batch_number, ".parquet"), columns)
+    write_plan(run_dir, batch_number, manifest)
+    append_row(run_dir, "timing", batch_number, timing)
+    append_row(run_dir, "metrics", batch_number, metrics)
+
+
 def write_samples(run_dir: Path, batch_number: int, columns: Columns) -> None:
     """``evals/batch_N.parquet``: samples of the evaluation after N batches, one row each."""
     write_table(batch_file(run_dir, "evals", batch_number, ".parquet"), columns)

@@ -23,7 +23,6 @@ from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import own, write
 from counterpoise.run.checkpoint import LoopState
-from counterpoise.run.files import Columns
 from counterpoise.run.later import Later
 from counterpoise.run.read import read_jsonl
 from counterpoise.run.rollouts import rollout_columns
@@ -58,6 +57,7 @@ from counterpoise.trainer.update import (
     adamw,
     apply_update,
     budget_that_fits,
+    chosen_kernels,
     learning_rate,
     prepare_update,
 )
@@ -194,7 +194,7 @@ def train_policy(
             updates: list[Update] = []
             recording = ledger_recording(config, policy, batch_number)
             with observe(
-                *(run_dir, policy, optimizer, collected, credit),
+                *(policy, optimizer, collected, credit),
                 *(recording, batch_number, state.ledger, len(plan)),
             ) as ledger:
                 for row_R in plan.updates * config.optimizer.epochs:
@@ -239,7 +239,10 @@ def train_policy(
             )
             timing = clock.row(metrics["rollouts/num_tokens"], sampler.more_s)
             numbers = {**metrics, **listed(warnings)}
-            files.call(write_batch, run_dir, batch_number, rows, plan.manifest, timing, numbers)
+            tables = {"rollouts": rows, "tokens": ledger.tokens}
+            files.call(
+                write.write_batch, run_dir, batch_number, tables, plan.manifest, timing, numbers
+            )
             is_due = (
                 bool(config.checkpoint_every) and state.batch_number % config.checkpoint_every == 0
             )
@@ -323,6 +326,7 @@ def ledger_recording(config: Config, policy: Policy, batch_number: int) -> Recor
         temperature=config.rollouts.temperature,
         token_budget=budget_that_fits(policy.model, config),
         autocast=lambda: autocast(policy.model),
+        kernels=lambda: chosen_kernels(policy.model, config.optimizer),
         own_tokens=config.ledger.own_tokens,
         seed=derived_seed(config.seed, batch_number, "ledger"),
     )
@@ -380,19 +384,3 @@ def evaluate_policy(
     write.append_row(run_dir, "evals", batch_number, row)
     write.write_samples(run_dir, batch_number, out.samples)
     return numbers
-
-
-def write_batch(
-    run_dir: Path,
-    batch_number: int,
-    rollouts: Columns | None,
-    manifest: dict[str, Any],
-    timing: dict[str, Any],
-    metrics: dict[str, Any],
-) -> None:
-    """The batch's files; metrics last, so that a batch in ``metrics.jsonl`` has all its files."""
-    if rollouts is not None:
-        write.write_rollout_columns(run_dir, batch_number, rollouts)
-    write.write_plan(run_dir, batch_number, manifest)
-    write.append_row(run_dir, "timing", batch_number, timing)
-    write.append_row(run_dir, "metrics", batch_number, metrics)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params
 from counterpoise.ledger.calculus.optimizers import Response
+from counterpoise.maths import many
 from counterpoise.run.schema import REST
 
 
@@ -111,9 +112,8 @@ def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> P
                     retain_graph=c != classes[-1],
                     allow_unused=True,
                 )
-                for name, grad in zip(leaves, grads):
-                    if grad is not None:
-                        out[name][c] += grad
+                used = [(out[name][c], g) for name, g in zip(leaves, grads) if g is not None]
+                many.add_([slot for slot, _ in used], [grad for _, grad in used])
     return out
 
 
@@ -150,10 +150,11 @@ def decompose(
     named = {} if response is None else named
     live = [key for key, part_NT in named.items() if bool(part_NT.any())]
     direction_C = _gradients(logprobs, before, weight_NT, {key: named[key] for key in live}, total)
-    for name, direction in direction_C.items():
-        if response is not None:
-            direction.mul_(response[name])
-        torch.sub(after[name].detach(), before[name].detach(), out=direction[0])
+    for c in range(1, 1 + len(live)):
+        assert response is not None
+        many.multiply_(_slot(direction_C, c), [response[name] for name in direction_C])
+    move = many.copy_(_slot(direction_C, 0), [after[name].detach() for name in direction_C])
+    many.subtract_(move, [before[name].detach() for name in direction_C])
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
     change_of = dict(zip(live, changes))
     parts: dict[str, dict[str, Tensor]] = {}
@@ -224,9 +225,15 @@ def _gradients(
             1 + keys.index(key),
             [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key],
         )
-        for name, gradient in gradient_C.items():
-            gradient[slot] = total[name] - sum(gradient[other] for other in others)
+        largest_one = _slot(gradient_C, slot)  # empty so far
+        for other in others:
+            many.add_(largest_one, _slot(gradient_C, other))
+        many.add_(many.negate_(largest_one), [total[name] for name in gradient_C])
     return gradient_C
+
+
+def _slot(stack_C: Params, c: int) -> list[Tensor]:
+    return [stack[c] for stack in stack_C.values()]
 
 
 def _by_axis(keys: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:

@@ -8,12 +8,13 @@ Q queries and L keys of a row."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from counterpoise.maths import many
 from counterpoise.policy.pack import Whole
 from counterpoise.policy.prefix import Prefixes, is_seen
 
@@ -26,6 +27,8 @@ class Moving(NamedTuple):
 
 
 Lookup = Callable[[Tensor], Moving]
+Softmax = Callable[[Tensor, Tensor, int], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def embed(weight: Moving, ids_M: Tensor, num: int) -> Tensor:
@@ -64,8 +67,11 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _join(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
-    values, changes = [part.value.to(dtype) for part in parts], [part.change for part in parts]
+    changes = [part.change for part in parts]
     moving = [change for change in changes if change is not None]
+    if len(moving) == len(parts) and moving[0].is_cuda:
+        return join_at_once(parts, dtype)
+    values = [part.value.to(dtype) for part in parts]
     if not moving:
         return Moving(_cat(values, 0), None)
     filled = [
@@ -75,8 +81,27 @@ def _join(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
     return Moving(_cat(values, 0), _cat(filled, 1))
 
 
+def join_at_once(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
+    """Values and changes that all move, cast and joined in one call."""
+    pieces = [[part.value, *cast(Tensor, part.change)] for part in parts]
+    sizes, shape = [len(part.value) for part in parts], parts[0].value.shape[1:]
+    out = parts[0].value.new_empty(len(pieces[0]), sum(sizes), *shape, dtype=dtype)
+    targets = [piece for slot in out for piece in slot.split(sizes)]
+    many.copy_(targets, [piece for slot in zip(*pieces) for piece in slot])
+    return Moving(out[0], out[1:])
+
+
 def _cat(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def add_norm(
+    x_MAD: Tensor, more_MAD: Tensor | None, module: Any, of: Lookup, dtype: torch.dtype
+) -> Tensor:
+    """``x += more`` in place, and the norm of x in ``dtype``."""
+    if more_MAD is not None:
+        x_MAD += more_MAD
+    return norm(x_MAD, module, of).to(dtype)
 
 
 def norm(x_MAD: Tensor, module: Any, of: Lookup) -> Tensor:
@@ -102,19 +127,26 @@ def norm(x_MAD: Tensor, module: Any, of: Lookup) -> Tensor:
 def heads(
     attention: Any, x_MAD: Tensor, of: Lookup, turn: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries [M, A, H, E] and keys, and values [M, A, K, E]."""
+    """Rotated queries [M, A, H, E], scaled, and keys, and values [M, A, K, E]."""
+    query, key, value = split_heads(attention, project_heads(attention, x_MAD, of))
+    return _rotate(query, *turn) * attention.scaling, _rotate(key, *turn), value
+
+
+def project_heads(attention: Any, x_MAD: Tensor, of: Lookup) -> Tensor:
+    """Queries, keys and values before rotation, [M, A, H + 2 K, E]."""
     qkv = linear(x_MAD, of, attention.q_proj, attention.k_proj, attention.v_proj).unflatten(
         -1, (-1, attention.head_dim)
     )
-    num_keys = attention.k_proj.out_features // attention.head_dim
-    query, key, value = (
-        qkv[:, :, : -2 * num_keys],
-        qkv[:, :, -2 * num_keys : -num_keys],
-        qkv[:, :, -num_keys:],
-    )
     if hasattr(attention, "q_norm"):
+        query, key, value = split_heads(attention, qkv)
         query, key = norm(query, attention.q_norm, of), norm(key, attention.k_norm, of)
-    return _rotate(query, *turn), _rotate(key, *turn), value
+        return torch.cat([query, key, value], 2)
+    return qkv
+
+
+def split_heads(attention: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    return (qkv[:, :, : -2 * num_keys], qkv[:, :, -2 * num_keys : -num_keys], qkv[:, :, -num_keys:])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -145,64 +177,72 @@ def gate(gate_up_MAF: Tensor) -> Tensor:
     return out_MAF
 
 
-def attention_of_rows(layout: Whole) -> Callable[..., Tensor]:
+def attention_of_rows(layout: Whole, softmax: Softmax) -> Attention:
     num_rows, length = layout.ids_NL.shape
     seen_1LL = torch.ones(1, length, length, dtype=torch.bool, device=layout.ids_NL.device).tril()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.unflatten(0, (num_rows, length)) for part in (q, k, v))
-        return _attend(q, k, v, seen_1LL, scaling).flatten(0, 1)
+        return _attend(q, k, v, seen_1LL, softmax).flatten(0, 1)
 
     return attention
 
 
-def attention_of_prompts(layout: Prefixes) -> Callable[..., Tensor]:
+def attention_of_prompts(layout: Prefixes, softmax: Softmax) -> Attention:
     (num_prompts, width), num_rows = layout.ids_PW.shape, len(layout.ids_NS)
     cut = num_prompts * width
     seen_1WW = torch.ones(1, width, width, dtype=torch.bool, device=layout.ids_PW.device).tril()
     seen_NSL = is_seen(layout)[:, 0]
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own_q, own_k, own_v = (part[:cut].unflatten(0, (num_prompts, width)) for part in (q, k, v))
         q, k, v = (part[cut:].unflatten(0, (num_rows, -1)) for part in (q, k, v))
-        first = _attend(own_q, own_k, own_v, seen_1WW, scaling)
+        first = _attend(own_q, own_k, own_v, seen_1WW, softmax)
         k, v = (
             torch.cat([own.index_select(0, layout.prompt_N), part], 1)
             for own, part in ((own_k, k), (own_v, v))
         )
         return torch.cat(
-            [part.flatten(0, 1) for part in (first, _attend(q, k, v, seen_NSL, scaling))]
+            [part.flatten(0, 1) for part in (first, _attend(q, k, v, seen_NSL, softmax))]
         )
 
     return attention
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, scaling: float) -> Tensor:
-    """o = P v with P = softmax(s): do = sum_l u_l (v_l - o) + P dv with u = P ds, ds = scaling (dq
-    k + q dk).
+def masked_softmax(scores_RL: Tensor, is_seen_BQL: Tensor, num_queries: int) -> Tensor:
+    """Softmax over the keys that are seen, in the dtype of the scores.
 
     Args:
-        q: [B, Q, A, H, E].
+        scores_RL: [B, heads, Q, L], the first three axes flat.
+        num_queries: rows of one B.
+    """
+    wide = scores_RL.to(torch.promote_types(scores_RL.dtype, torch.float32))
+    length = is_seen_BQL.shape[1]
+    wide = wide.view(-1, num_queries // length, *is_seen_BQL.shape[1:])
+    wide = wide.masked_fill_(~is_seen_BQL[:, None], float("-inf"))
+    return torch.softmax(wide, -1).to(scores_RL.dtype).view(scores_RL.shape)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, softmax: Softmax) -> Tensor:
+    """o = P v with P = softmax(s): do = sum_l u_l (v_l - o) + P dv with u = P ds, ds = dq k + q dk.
+
+    Args:
+        q: [B, Q, A, H, E], scaled.
         k, v: [B, L, A, K, E].
 
     Returns [B, Q, A, H E]. The G query heads of a key-value head are taken as more queries of it.
     """
     (num_rows, num_queries, num_slots, num_heads, size), num_keys = q.shape, k.shape[3]
     batch, grouped = num_rows * num_keys, (num_keys, num_heads // num_keys)
-    q = (
-        q.unflatten(3, grouped).permute(0, 3, 4, 1, 2, 5).reshape(batch, -1, num_slots, size)
-        * scaling
-    )  # [B K, G Q, A, E]
+    q = q.unflatten(3, grouped).permute(0, 3, 4, 1, 2, 5).reshape(batch, -1, num_slots, size)
+    # [B K, G Q, A, E]
     # keys lie as the right side of a product: OpenBLAS takes five times as long for batches of
     # transposed ones
     k = k.permute(0, 3, 4, 2, 1).reshape(batch, size, num_slots, -1)  # [B K, E, A, L]
     v = v.permute(0, 3, 1, 2, 4).reshape(batch, -1, num_slots, size)  # [B K, L, A, E]
     q_value, k_value, v_value = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-    scores = (q_value @ k_value).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores.view(num_rows, *grouped, num_queries, -1).masked_fill_(
-        ~is_seen_BQL[:, None, None], float("-inf")
-    )
-    share = torch.softmax(scores, -1).to(q.dtype).view(batch, q.shape[1], -1)
+    scores = (q_value @ k_value).flatten(0, 1)
+    share = softmax(scores, is_seen_BQL, num_heads * num_queries).view(batch, q.shape[1], -1)
     change = (q[:, :, 1:].flatten(1, 2) @ k_value).view(batch, q.shape[1], -1)
     change = _add_product(change, q_value, k[:, :, 1:].flatten(2))
     change = change.view(batch, q.shape[1], num_slots - 1, -1).mul_(share[:, :, None])

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.tangents import can_walk, logp_change
 from counterpoise.maths.head import CHUNK_LOGITS
+from counterpoise.maths.many import copies
 from counterpoise.policy import length_buckets, logp_function, token_logp
 from counterpoise.policy.backbone import backbone, evaluating
+from counterpoise.policy.fused import has_triton_layers
 from counterpoise.policy.logp import reads_prompts_once
 from counterpoise.policy.pack import (
     pack_rows,
@@ -144,7 +146,7 @@ def trainable(model: nn.Module) -> Params:
 
 def copy_params(params: Params) -> Params:
     """A bit-exact copy."""
-    return {name: value.clone() for name, value in params.items()}
+    return dict(zip(params, copies(params.values())))
 
 
 def at(model: nn.Module, params: Params, fn: Callable[[Any], Any]) -> Any:
@@ -163,17 +165,19 @@ def of_model(
     model: PreTrainedModel,
     texts: Texts,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> LogProbs:
     """The log-probs of a Hugging Face causal LM, dropout off.
 
     Args:
         autocast: makes the precision context of the training forward; gradients and forward-mode
             passes run under it.
+        kernels: the layers of the training forward; gradients go through them.
     """
 
     def reverse(params: Params, row_R: Tensor) -> Tensor:
         some = texts.select(row_R)
-        with evaluating(model), autocast():
+        with evaluating(model), autocast(), kernels():
             return at(
                 model,
                 params,
@@ -198,9 +202,15 @@ def of_model(
         rows = pack_rows(
             some.prompt_ids, some.token_ids_NT, some.mask_NT, model.device, share=share
         )
-        with autocast():
+        with autocast(), kernels():
             change_CM = logp_change(
-                model, params, direction_C, rows, parts.head, temperature=some.temperature
+                model,
+                params,
+                direction_C,
+                rows,
+                parts.head,
+                temperature=some.temperature,
+                fused=has_triton_layers(model),
             )
         return torch.stack([place_tokens(change_M, rows, some.mask_NT) for change_M in change_CM])
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.adamw import SECOND, AdamW, moment
+from counterpoise.maths.many import roots
 
 Response = dict[str, "Tensor | float"]
 
@@ -38,29 +39,43 @@ def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor])
             f"no response is known for the optimizer {type(optimizer).__name__} (known: {known});"
             " only the predicted change is told."
         )
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    return {
-        name: rule(group_of[id(p)], optimizer.state.get(p, {})) if id(p) in group_of else 0.0
-        for name, p in parameters.items()
-    }
+    rates: Response = dict.fromkeys(parameters, 0.0)
+    for group in optimizer.param_groups:
+        own = {id(p) for p in group["params"]}
+        states = {n: optimizer.state.get(p, {}) for n, p in parameters.items() if id(p) in own}
+        rates |= zip(states, rule(group, list(states.values())))
+    return rates
 
 
-def adam_response(group: dict[str, Any], state: dict[str, Any]) -> Tensor | float:
+def adam_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[Tensor | float]:
     """Adam and AdamW: P = lr (1 - b1) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
     Momentum of earlier updates and weight decay are not in it, nor is the rounding of weights in
     bfloat16; moments of 8 bits are read as they are kept.
     """
-    if not state:
-        return 0.0
-    (beta1, beta2), t = group["betas"], float(state["step"])
-    second = moment(state, "max_exp_avg_sq" if group["amsgrad"] else SECOND)
-    assert second is not None, "Adam has no state without a second moment"
-    size = float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * (-1 if group["maximize"] else 1)
-    return size / ((second / (1 - beta2**t)).sqrt() + group["eps"])
+    (beta1, beta2), live = group["betas"], [state for state in states if state]
+    name = "max_exp_avg_sq" if group["amsgrad"] else SECOND
+    seconds = [second for state in live if (second := moment(state, name)) is not None]
+    assert len(seconds) == len(live), "Adam has no state without a second moment"
+    num_updates = _counts(live)
+    root_of = roots(seconds, [1 - beta2**t for t in num_updates], group["eps"])
+    sign = -1 if group["maximize"] else 1
+    rates = iter(
+        float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * sign / root
+        for t, root in zip(num_updates, root_of)
+    )
+    return [next(rates) if state else 0.0 for state in states]
 
 
-def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float:
+def _counts(states: list[dict[str, Any]]) -> list[float]:
+    """Updates that each parameter has had; an accelerator is asked once for all."""
+    counts = [state["step"] for state in states]
+    if counts and all(isinstance(count, Tensor) for count in counts):
+        return torch.stack(counts).tolist()
+    return [float(count) for count in counts]
+
+
+def sgd_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[Tensor | float]:
     """SGD: P = lr, times 1 + momentum with Nesterov's.
 
     Momentum of earlier updates and weight decay are not in it.
@@ -69,14 +84,15 @@ def sgd_response(group: dict[str, Any], state: dict[str, Any]) -> float:
         raise UnknownOptimizer(
             "no response is known for SGD with dampening; only the predicted change is told."
         )
-    return (
+    rate = (
         float(group["lr"])
         * (1 + group["momentum"] * group["nesterov"])
         * (-1 if group["maximize"] else 1)
     )
+    return [rate] * len(states)
 
 
-RESPONSES: dict[type, Callable[[dict[str, Any], dict[str, Any]], Tensor | float]] = {
+RESPONSES: dict[type, Callable[[dict[str, Any], list[dict[str, Any]]], list[Tensor | float]]] = {
     torch.optim.AdamW: adam_response,
     AdamW: adam_response,
     torch.optim.Adam: adam_response,

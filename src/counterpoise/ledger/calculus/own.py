@@ -4,9 +4,8 @@ parameters.
 With the optimizer's response P the part of token j for a unit coefficient is ``<g_j, P g_j> = sum_p
 P_p g_jp^2``, g_j the gradient of its log-prob. It takes one gradient per token. S tokens share a
 forward and a backward down to the layers' outputs: each layer is then differentiated by its own
-weights row by row (``vmap``), and no more than one weight's gradients [S, ...] are alive. Layers
-that mix the rows, or say nothing of them, are found by trying (``can_batch``); then it is one
-backward per token.
+weights row by row (``row_norms``). Layers that mix the rows, or say nothing of them, are found by
+trying (``can_batch``); then it is one backward per token.
 
 Axes: S tokens, one per row; D hidden size; V vocabulary.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,20 +22,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from counterpoise.ledger.calculus.head_change import logit_slope
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params, Texts, at, of_model
 from counterpoise.ledger.calculus.optimizers import Response
-from counterpoise.maths.head import Head, head_logits
+from counterpoise.ledger.calculus.row_norms import (
+    Call,
+    CannotBatch,
+    HeadCall,
+    is_embedding,
+    row_norms,
+)
+from counterpoise.maths.head import head_logits
 from counterpoise.policy.backbone import backbone, eager, evaluating
 from counterpoise.policy.pack import Packed, hidden_of, pack_rows
 
 log = logging.getLogger("counterpoise.ledger")
 Token = tuple[int, int]  # row of the update, position in the response
-MOST_NUMBERS = 1 << 27  # of one weight's gradients by row: 512 MiB in float32
+MOST_NUMBERS = 1 << 27  # of gradients by row: 512 MiB in float32
 _AGREES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once per model
-
-
-class CannotBatch(ValueError):
-    """A layer whose output does not tell the rows apart."""
 
 
 class Use(NamedTuple):
@@ -72,12 +74,21 @@ def own_parts(
     if not tokens:
         return next(iter(params.values())).new_zeros(0)
     if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast):
-        size = max(1, MOST_NUMBERS // max(value.numel() for value in params.values()))
+        size = max(1, MOST_NUMBERS // largest_by_row(model, params))
         cuts = [tokens[k : k + size] for k in range(0, len(tokens), size)]
         return torch.cat(
             [own_by_rows(model, texts, params, response, cut, autocast) for cut in cuts]
         )
     return own_one_by_one(of_model(model, texts, autocast), params, response, tokens)
+
+
+def largest_by_row(model: PreTrainedModel, params: Params) -> int:
+    """Numbers of the largest weight whose gradients are laid out by row: not embedding and head."""
+    table, head = model.get_input_embeddings(), backbone(model).head
+    apart = {id(table.weight)} if is_embedding(table) else set()
+    apart |= set() if head is None else {id(head.weight_VD)}
+    live = model.named_parameters()
+    return max((p.numel() for name, p in live if name in params and id(p) not in apart), default=1)
 
 
 def draw_tokens(weight_NT: Tensor, num: int, generator: torch.Generator) -> list[Token]:
@@ -94,8 +105,9 @@ def draw_tokens(weight_NT: Tensor, num: int, generator: torch.Generator) -> list
 def own_column(weight_NT: Tensor, tokens: Sequence[Token], part_S: Tensor) -> Tensor:
     """The own part of the chosen tokens on [N, T]; NaN elsewhere."""
     out_NT = torch.full_like(weight_NT, torch.nan)
-    for (row, position), part in zip(tokens, part_S):
-        out_NT[row, position] = weight_NT[row, position] * part
+    if tokens:
+        place = torch.tensor(tokens, device=weight_NT.device).unbind(1)
+        out_NT[place] = weight_NT[place] * part_S.to(weight_NT.dtype)
     return out_NT
 
 
@@ -109,9 +121,13 @@ def own_one_by_one(
         with torch.enable_grad():
             logp_1T = logprobs.reverse(leaves, torch.tensor([row], device=logprobs.mask_NT.device))
         grads = torch.autograd.grad(logp_1T[0, position], list(leaves.values()), allow_unused=True)
-        named = {name: grad[None] for name, grad in zip(leaves, grads) if grad is not None}
-        parts.append(_norm(named, response))
-    return torch.cat(parts)
+        squares = [
+            (grad.square() * response[name]).sum()
+            for name, grad in zip(leaves, grads)
+            if grad is not None
+        ]
+        parts.append(torch.stack(squares).sum())
+    return torch.stack(parts)
 
 
 def own_by_rows(
@@ -168,16 +184,20 @@ def _own(
     names = {id(leaf): name for name, leaf in leaves.items()}
     with watch_layers(model, names, len(rows.target_M)) as uses:
         hidden_SD = hidden_of(backbone(model), rows)
-    logp_S = _logp(hidden_SD, rows.target_M, head, temperature)
+    logits_SV = head_logits(hidden_SD, head, temperature=temperature)
+    logp_S = logits_SV.log_softmax(-1).gather(1, rows.target_M[:, None])[:, 0]
     deltas = torch.autograd.grad(logp_S.sum(), [use.output for use in uses], allow_unused=True)
-    gradients = _gradients_of_head(hidden_SD.detach(), rows.target_M, head, temperature, names)
-    for use, delta in zip(uses, deltas):
-        for local, name in use.names.items() if delta is not None else ():
-            gradients.setdefault(name, []).append(partial(gradient_by_row, use, local, delta))
-    out_S = torch.zeros_like(logp_S).detach()
-    for name, parts in gradients.items():
-        out_S += _norm({name: sum(part() for part in parts)}, response)  # pyright: ignore[reportArgumentType]
-    return out_S
+    calls = [
+        Call(use.layer, local, name, use.value, delta)
+        for use, delta in zip(uses, deltas)
+        for local, name in use.names.items()
+        if delta is not None
+    ]
+    with torch.no_grad():
+        slope_SV = logit_slope(logits_SV.detach(), rows.target_M[:, None], head, temperature)
+        weight, bias = (names.get(id(part)) for part in (head.weight_VD, head.bias_V))
+        last = HeadCall(weight, bias, hidden_SD.detach(), slope_SV)
+        return row_norms(calls, last, response, MOST_NUMBERS)
 
 
 @contextmanager
@@ -201,52 +221,8 @@ def watch_layers(model: nn.Module, names: dict[int, str], num_rows: int) -> Iter
             hook.remove()
 
 
-def gradient_by_row(use: Use, local: str, delta: Tensor) -> Tensor:
-    """The gradient of one weight of a layer from each row alone, [S, ...]."""
-    weight = use.layer._parameters[local]
-    assert weight is not None
-    if isinstance(use.layer, nn.Linear) and local == "weight":
-        return (delta.flatten(1, -2).mT @ use.value.to(delta.dtype).flatten(1, -2)).to(weight.dtype)
-
-    def of_row(value: Tensor, delta: Tensor) -> Tensor:
-        def output(weight: Tensor) -> Tensor:
-            return torch.func.functional_call(use.layer, {local: weight}, (value[None],))[0]
-
-        return torch.func.vjp(output, weight.detach())[1](delta)[0]
-
-    return torch.vmap(of_row)(use.value, delta)
-
-
 def _has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 1 and len(value) == num_rows
-
-
-def _gradients_of_head(
-    hidden_SD: Tensor, target_S: Tensor, head: Head, temperature: float, names: dict[int, str]
-) -> dict[str, list[Callable[[], Tensor]]]:
-    def by_row(field: str) -> Tensor:
-        def logp(value: Tensor, hidden_D: Tensor, target: Tensor) -> Tensor:
-            here = head._replace(**{field: value})
-            return _logp(hidden_D[None], target[None], here, temperature)[0]
-
-        return torch.vmap(torch.func.grad(logp), in_dims=(None, 0, 0))(
-            getattr(head, field).detach(), hidden_SD, target_S
-        )
-
-    weights = {field: names.get(id(getattr(head, field))) for field in ("weight_VD", "bias_V")}
-    return {name: [partial(by_row, field)] for field, name in weights.items() if name is not None}
-
-
-def _logp(hidden_SD: Tensor, target_S: Tensor, head: Head, temperature: float) -> Tensor:
-    logits_SV = head_logits(hidden_SD, head, temperature=temperature)
-    return logits_SV.log_softmax(-1).gather(1, target_S[:, None])[:, 0]
-
-
-def _norm(gradient_S: dict[str, Tensor], response: Response) -> Tensor:
-    """sum_p P_p g_p^2 of each row."""
-    return sum(
-        (grad_S.square() * response[name]).flatten(1).sum(1) for name, grad_S in gradient_S.items()
-    )  # pyright: ignore[reportReturnType]
 
 
 def _leaves(params: Params) -> Params:

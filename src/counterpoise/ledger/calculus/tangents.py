@@ -22,15 +22,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.layers import (
+    Attention,
     Lookup,
     Moving,
+    Softmax,
+    add_norm,
     attention_of_prompts,
     attention_of_rows,
     embed,
     gate,
     heads,
     linear,
-    norm,
+    masked_softmax,
+    project_heads,
+    split_heads,
 )
 from counterpoise.maths.head import Head, head_logp_change
 from counterpoise.policy import logp_function
@@ -123,6 +128,7 @@ def logp_change(
     head: Head,
     *,
     temperature: float = 1.0,
+    fused: bool = False,
 ) -> Tensor:
     """d/ds log-prob(params + s direction) at s = 0 of the rows' response tokens, [C, M].
 
@@ -135,6 +141,7 @@ def logp_change(
         direction_C: a change for each of them, directions stacked along a first axis.
         rows: laid out by ``pack_rows``.
         head: the model's; its weight is looked up in ``params``.
+        fused: norm, rotation, gate and softmax as Triton kernels.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     num = len(next(iter(direction_C.values())))
@@ -146,7 +153,7 @@ def logp_change(
 
     weight = of(model.lm_head.weight)
     with torch.autocast(device, enabled=False):
-        hidden_MAD = _hidden(model.model, rows, of, num, dtype)
+        hidden_MAD = _hidden(model.model, rows, of, num, dtype, _fused() if fused else PLAIN)
         here = head._replace(weight_VD=weight.value.to(dtype))
         return head_logp_change(
             hidden_MAD, rows.target_M, here, weight.change, temperature=temperature
@@ -166,42 +173,74 @@ class Flat(NamedTuple):
     ids_M: Tensor
     position_1M: Tensor
     index_M: Tensor
-    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    attention: Attention
 
 
-def _flat(rows: Packed) -> Flat:
+class Parts(NamedTuple):
+    """What stands between the products of a layer."""
+
+    add_norm: Callable[[Tensor, Tensor | None, Any, Lookup, torch.dtype], Tensor]
+    heads: Callable[[Any, Tensor, Lookup, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+    gate: Callable[[Tensor], Tensor]
+    softmax: Softmax
+
+
+PLAIN = Parts(add_norm, heads, gate, masked_softmax)
+
+
+def _fused() -> Parts:
+    from counterpoise.ledger.calculus.kernels import triton_tangents as kernels
+
+    def norm(
+        x_MAD: Tensor, more_MAD: Tensor | None, module: Any, of: Lookup, dtype: torch.dtype
+    ) -> Tensor:
+        eps = module.variance_epsilon
+        return kernels.add_norm(x_MAD, more_MAD, *of(module.weight), eps, dtype)
+
+    def turned(
+        attention: Any, x_MAD: Tensor, of: Lookup, turn: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cos_ME, sin_ME = (part[:, 0, 0] for part in turn)
+        qkv, num_values = project_heads(attention, x_MAD, of), attention.v_proj.out_features
+        num_values //= attention.head_dim
+        kernels.turn_(qkv, cos_ME, sin_ME, num_values, attention.scaling)
+        return split_heads(attention, qkv)
+
+    return Parts(norm, turned, kernels.gate, kernels.masked_softmax_)
+
+
+def _flat(rows: Packed, softmax: Softmax) -> Flat:
     layout = rows.layout
     if isinstance(layout, Prefixes):
         index_M = flat_index(layout, rows.row_M, rows.column_M)
-        return Flat(flat_ids(layout), flat_positions(layout), index_M, attention_of_prompts(layout))
+        attention = attention_of_prompts(layout, softmax)
+        return Flat(flat_ids(layout), flat_positions(layout), index_M, attention)
     num_rows, length = layout.ids_NL.shape
     position_1M = torch.arange(length, device=layout.ids_NL.device).repeat(num_rows)[None]
     return Flat(
         layout.ids_NL.flatten(),
         position_1M,
         rows.row_M * length + layout.position_M,
-        attention_of_rows(layout),
+        attention_of_rows(layout, softmax),
     )
 
 
-def _hidden(decoder: Any, rows: Packed, of: Lookup, num: int, dtype: torch.dtype) -> Tensor:
+def _hidden(
+    decoder: Any, rows: Packed, of: Lookup, num: int, dtype: torch.dtype, parts: Parts
+) -> Tensor:
     """What feeds the head at the response tokens and its changes, [M, A, D]."""
-    flat = _flat(rows)
+    flat, more_MAD = _flat(rows, parts.softmax), None
     x_MAD = embed(of(decoder.embed_tokens.weight), flat.ids_M, num)
     cos_1ME, sin_1ME = decoder.rotary_emb(x_MAD[:, 0], flat.position_1M)
     turn = cos_1ME[0][:, None, None], sin_1ME[0][:, None, None]
     for layer in decoder.layers:
-        query, key, value = heads(
-            layer.self_attn, norm(x_MAD, layer.input_layernorm, of).to(dtype), of, turn
-        )
-        x_MAD += linear(
-            flat.attention(query, key, value, layer.self_attn.scaling), of, layer.self_attn.o_proj
-        )
-        gate_up_MAF = linear(
-            norm(x_MAD, layer.post_attention_layernorm, of).to(dtype),
-            of,
-            layer.mlp.gate_proj,
-            layer.mlp.up_proj,
-        )
-        x_MAD += linear(gate(gate_up_MAF), of, layer.mlp.down_proj)
-    return norm(x_MAD[flat.index_M], decoder.norm, of)
+        attention, mlp = layer.self_attn, layer.mlp
+        normed_MAD = parts.add_norm(x_MAD, more_MAD, layer.input_layernorm, of, dtype)
+        mixed_MAF = flat.attention(*parts.heads(attention, normed_MAD, of, turn))
+        more_MAD = linear(mixed_MAF, of, attention.o_proj)
+        normed_MAD = parts.add_norm(x_MAD, more_MAD, layer.post_attention_layernorm, of, dtype)
+        gate_up_MAF = linear(normed_MAD, of, mlp.gate_proj, mlp.up_proj)
+        more_MAD = linear(parts.gate(gate_up_MAF), of, mlp.down_proj)
+    last_MAD = x_MAD[flat.index_M]
+    more_MAD = None if more_MAD is None else more_MAD[flat.index_M]
+    return parts.add_norm(last_MAD, more_MAD, decoder.norm, of, x_MAD.dtype)

@@ -1,0 +1,254 @@
+"""The ledger through the fused layers of the update equals the ledger through the model's own, and
+its kernels equal the plain operations.
+
+The kernels run on a CUDA device, or on a CPU that has Triton (slowly):
+TRITON_INTERPRET=1 pytest tests/ledger/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+import counterpoise as cp
+from counterpoise.ledger.book import Book, Settings
+from counterpoise.ledger.calculus import head_change as head_module
+from counterpoise.ledger.calculus import logprobs as logprobs_module
+from counterpoise.ledger.calculus.head_change import HeadResponse, HeadState, head_change
+from counterpoise.ledger.calculus.logprobs import trainable
+from counterpoise.ledger.calculus.tangents import logp_change
+from counterpoise.maths.head import Head
+from counterpoise.policy import fused as fused_module
+from counterpoise.policy import load_model, measure, token_logp
+from counterpoise.policy.backbone import backbone
+from counterpoise.policy.fused import fused_layers, has_triton_layers
+from counterpoise.policy.mix import triton_kernels
+from counterpoise.policy.pack import pack_rows
+from counterpoise.policy.prefix import Prefixes
+from counterpoise.policy.split import split_product
+from counterpoise.trainer import loop
+from counterpoise.trainer.config import parse_config
+from counterpoise.types import TokenBatch, TokenLoss
+from helpers.tiny_models import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAN_RUN = importlib.util.find_spec("triton") is not None and (
+    DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+)
+needs_triton = pytest.mark.skipif(not CAN_RUN, reason="no Triton that could run here")
+# Triton's interpreter cuts bfloat16 instead of rounding it
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+MODELS = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "one key-value head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+PROMPTS = [[3, 4, 5], [6, 7], [3, 4, 5], [6, 7], [3, 4, 5]]
+LENGTHS = [7, 5, 6, 7, 2]
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def texts():
+    mask_NT = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
+    ids_NT = torch.randint(3, 29, (5, 7), generator=torch.Generator().manual_seed(0))
+    return PROMPTS, ids_NT.to(DEVICE), mask_NT.to(DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 40, 1100])
+def test_split_products_keep_22_bits_of_each_factor(size):
+    """Against float64: a float32 product is off by up to 2^-24 of the sum of absolute terms for
+    each rounding, one of TF32 by 2^-11.
+    """
+    x, weight, bias = normal(3, 5, size), normal(7, size, seed=1), normal(7, seed=2)
+    got = split_product(x, weight, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    most = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((got.double() - exact).abs() / most).max() < 2.0**-20
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+
+
+@needs_triton
+def test_split_products_cut_wide_weights(monkeypatch):
+    from counterpoise.policy import split
+
+    x, weight = normal(3, 8), normal(7, 8, seed=1)
+    whole = split_product(x, weight)
+    monkeypatch.setattr(split, "MOST_NUMBERS", 24)
+    torch.testing.assert_close(split_product(x, weight), whole, rtol=1e-6, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_scores_of_fused_layers_in_float32_are_those_of_plain_layers(name, monkeypatch):
+    """With products for tensor cores, which the fused layers use without a gradient alone."""
+    model, needs = tiny(name).to(DEVICE), {"trainer_logp_NT"}
+    plain = measure(model, *texts(), needs)["trainer_logp_NT"]
+    calls = []
+    monkeypatch.setattr(fused_module, "can_split", lambda weight: not calls.append(weight.shape))
+    with fused_layers(model, triton_kernels()):
+        assert has_triton_layers(model)
+        split = measure(model, *texts(), needs)["trainer_logp_NT"]
+    assert len(calls) == 2  # layers of one forward
+    assert not has_triton_layers(model)
+    torch.testing.assert_close(split, plain, rtol=0, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize(("share", "half"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_forward_mode_with_kernels_equals_forward_mode_without(name, share, half):
+    if name == "qwen3" and half and DEVICE == "cpu":
+        pytest.skip("float16 cannot hold the changes of its norms of heads")
+    kind, changes = MODELS[name]
+    model = tiny(kind, **changes).to(DEVICE)
+    params = trainable(model)
+    direction_C = {
+        key: 0.05 * normal(3, *value.shape, seed=seed)
+        for seed, (key, value) in enumerate(params.items())
+    }
+    rows = pack_rows(*texts(), torch.device(DEVICE), share=share)
+    assert isinstance(rows.layout, Prefixes) == share
+    with torch.autocast(DEVICE, HALF, enabled=half):
+        plain_CM, fused_CM = (
+            logp_change(model, params, direction_C, rows, backbone(model).head, fused=fused)
+            for fused in (False, True)
+        )
+    error = (fused_CM - plain_CM).abs().max() / plain_CM.abs().max()
+    assert error < (10 * torch.finfo(HALF).eps if half else 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [29, 2100])
+@pytest.mark.parametrize("rate", ["tensor", "number", "none"])
+def test_one_kernel_over_logits_equals_plain_operations(size, rate, monkeypatch):
+    before, after = (HeadState(normal(6, 16, seed=s), Head(normal(size, 16, seed=9), scale=0.5))
+                     for s in (1, 2))  # fmt: skip
+    near = HeadState(before.hidden_MD + 1e-3 * after.hidden_MD, before.head)
+    target_M = torch.tensor([0, 1, 2, 28, 5, 5], device=DEVICE)
+    response = {
+        "tensor": HeadResponse(normal(size, 16, seed=4).abs()),
+        "number": HeadResponse(0.25),
+        "none": None,
+    }[rate]
+    monkeypatch.setattr(head_module, "can_split", lambda weight: size == 29)
+    for other in (after, near):
+        plain, fused = (
+            head_change(
+                before, other, target_M, temperature=0.7, response=response, chunk=4, fused=fused
+            )
+            for fused in (False, True)
+        )
+        wide = head_change(
+            *(
+                HeadState(state.hidden_MD.double(), state.head._replace(
+                    weight_VD=state.head.weight_VD.double()))
+                for state in (before, other)
+            ),
+            target_M,
+            temperature=0.7,
+            response=None if response is None else HeadResponse(
+                response.weight.double() if rate == "tensor" else response.weight),
+        )  # fmt: skip
+        for name, exact in wide._asdict().items():
+            got = getattr(fused, name)
+            assert (got is None) == (exact is None) == (getattr(plain, name) is None)
+            if got is not None:
+                torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-6, msg=name)
+    torch.testing.assert_close(fused.kl_M.double(), wide.kl_M, rtol=1e-2, atol=0)
+
+
+def book_of(model, kernels) -> Book:
+    """Two updates of dr_grpo, accounted for."""
+    prompts, ids_NT, mask_NT = texts()
+    method, group_N = cp.method("dr_grpo"), torch.tensor([0, 1, 0, 1, 0], device=DEVICE)
+    logp_NT = token_logp(model, prompts, ids_NT, mask_NT).detach()
+    reward_N = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0], device=DEVICE)
+    batch = TokenBatch(ids_NT, mask_NT, group_N, reward_N, logp_NT, max_length=7)
+    optimizer, credit = torch.optim.AdamW(model.parameters(), lr=1e-3), method.assign(batch)
+    settings = Settings(kernels=kernels, own_tokens=3)
+    book = Book(model, optimizer, batch, prompts, credit, lambda ids: ["x"] * len(ids), settings)
+    for row_R in (torch.tensor([0, 2, 4], device=DEVICE), torch.tensor([1, 3], device=DEVICE)):
+        rows = method.rows(batch, credit, row_R)
+        book.before()
+        some = [prompts[r] for r in row_R.tolist()]
+        loss = method.loss(token_logp(model, some, ids_NT[row_R], mask_NT[row_R]), rows)
+        (loss.loss_NT * rows.scale_NT).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        book.after(rows, TokenLoss(*(column.detach() for column in loss)))
+    return book
+
+
+@needs_triton
+def test_the_ledger_through_fused_layers_says_what_it_says_through_plain_ones():
+    model, other = tiny(tie_word_embeddings=True).to(DEVICE), tiny(tie_word_embeddings=True)
+    fused, plain = (
+        book_of(model, lambda: fused_layers(model, triton_kernels())).columns,
+        book_of(other.to(DEVICE), nullcontext).columns,
+    )
+    assert fused.keys() == plain.keys()
+    for name, column_NT in plain.items():
+        if name in ("change", "is_flip", "noise_floor"):
+            continue  # of the rounding itself
+        size = column_NT.nan_to_num(0).abs().max()
+        torch.testing.assert_close(
+            fused[name], column_NT, rtol=0, atol=2e-4 * float(size) + 1e-6, equal_nan=True, msg=name
+        )
+    parts = [column for name, column in fused.items() if name.startswith("part_sign")]
+    total_NT = torch.stack(parts).sum(0)
+    torch.testing.assert_close(total_NT, fused["predicted"], rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
+def test_scores_gradients_and_forward_mode_run_with_the_kernels_of_the_update(monkeypatch):
+    """Each enters the block of the update's layers; the decoder runs four times per update, and
+    once more for the noise floor and for what is tried on a new model.
+    """
+    model, inside, forwards = tiny(), [], []
+    book_of(model, nullcontext)  # what is tried once
+
+    @contextmanager
+    def kernels():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def note(_module, _args):
+        forwards.append(bool(inside))
+
+    walks = []
+    own = logprobs_module.logp_change
+    monkeypatch.setattr(
+        logprobs_module,
+        "logp_change",
+        lambda *args, **kwargs: walks.append(bool(inside)) or own(*args, **kwargs),
+    )
+    handle = model.model.register_forward_pre_hook(note)
+    book_of(model, kernels)
+    handle.remove()
+    assert walks == [True, True]
+    scored, own_and_update = forwards.count(True), forwards.count(False)
+    assert scored == 2 * 3 + 1  # before, after, the smaller class; and the noise floor
+    assert own_and_update == 1 + 2 * 2  # the batch; an update, and its own parts
+
+
+def test_the_trainer_gives_the_ledger_its_kernels(monkeypatch):
+    policy, asked = load_model("bundled"), []
+    config = parse_config({"optimizer": {"kernels": "torch"}})
+    monkeypatch.setattr(loop, "chosen_kernels", lambda *args: asked.append(args) or nullcontext())
+    with loop.ledger_recording(config, policy, 0).book.kernels():
+        assert asked == [(policy.model, config.optimizer)]
