@@ -3,14 +3,16 @@ on the same rollouts.
 
 All arms start every batch from the control's weights and moments, so they sample the same rollouts;
 after it they are set back to where the control went. Methods with memory see every batch of the
-control's way.
+control's way. Arms that cannot share a stack take turns on one model.
 
 Axes: S members (arms), P parameters.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,13 @@ from torch import Tensor
 from counterpoise.arena.batch import train_batch
 from counterpoise.arena.collect import Bench
 from counterpoise.arena.member import Member
+from counterpoise.maths.many import copies, copy_, subtract_
+from counterpoise.policy import Policy
+from counterpoise.rollouts import RolloutBatch
+from counterpoise.tasks import task as make_task
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
+from counterpoise.trainer.loop import load_policy, set_rate
+from counterpoise.trainer.update import adamw, apply_update
 
 
 def cosines(
@@ -57,3 +66,83 @@ def follow_(bench: Bench, control: int) -> None:
     """Every member goes on from where the control is."""
     for column in (bench.stack.theta_SP, *bench.moments):
         column.copy_(column[control].clone().expand_as(column))
+
+
+class Point(NamedTuple):
+    """Trained weights and the optimizer's memory, copied."""
+
+    weights: list[Tensor]
+    moments: dict[str, Any]
+
+
+def cosines_apart(
+    members: Sequence[Member], num_batches: int, note: Callable[[], None]
+) -> list[list[float]]:
+    """``cosines`` of members that cannot share a stack, by the trainer's own update; the first of
+    them is the control.
+    """
+    config, task = members[0].config, make_task(**members[0].config.task)
+    policy, _ = load_policy(config, members[0].method)
+    optimizer, out = adamw(policy.model, config.optimizer, config.seed), []
+    needs = frozenset[str]().union(*(member.method.needs for member in members))
+    for batch_number in range(num_batches):
+        start = batch_number * config.rollouts.prompts
+        sampler = RolloutSampler(policy, task, config, batch_number, start=start, needs=needs)
+        collected = collect(members[0].method, sampler)
+        collected = measure_columns(policy, members[0].method, config, collected, also=needs)
+        before, changes, row = point(policy, optimizer), [], []
+        after = before
+        for member in members:
+            go_to_(policy, optimizer, before)
+            update_once(policy, optimizer, member, collected, batch_number)
+            change = copies(trained(policy))
+            subtract_(change, before.weights)
+            if not changes:
+                changes, after = change, point(policy, optimizer)
+            row.append(cosine_of(change, changes))
+        go_to_(policy, optimizer, after)
+        out.append(row)
+        note()
+    return out
+
+
+def update_once(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    member: Member,
+    collected: RolloutBatch,
+    batch_number: int,
+) -> None:
+    """All updates of a batch that is sampled already."""
+    config, method, batch = member.config, member.method, collected.batch
+    num_updates = config.optimizer.updates_per_batch
+    where = {"seed": config.seed, "batch_number": batch_number}
+    credit = method.assign(batch, member.state, **where)
+    updates = method.plan(batch, num_updates, **where).updates * config.optimizer.epochs
+    for number, row_R in enumerate(updates, batch_number * len(updates)):
+        set_rate(optimizer, config, number)
+        rows = method.rows(batch, credit, row_R)
+        apply_update(policy.model, optimizer, method, rows, collected, config)
+    member.state = credit.state
+
+
+def trained(policy: Policy) -> list[Tensor]:
+    return [p.detach() for p in policy.model.parameters() if p.requires_grad]
+
+
+def point(policy: Policy, optimizer: torch.optim.Optimizer) -> Point:
+    return Point(copies(trained(policy)), copy.deepcopy(optimizer.state_dict()))
+
+
+def go_to_(policy: Policy, optimizer: torch.optim.Optimizer, there: Point) -> None:
+    copy_(trained(policy), there.weights)
+    optimizer.load_state_dict(copy.deepcopy(there.moments))
+
+
+def cosine_of(change: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The cosine of two changes of all weights; NaN where one is 0."""
+
+    def product(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        return sum((a.double() * b.double()).sum() for a, b in zip(left, right))  # pyright: ignore[reportReturnType]
+
+    return float(product(change, other) / (product(change, change) * product(other, other)).sqrt())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoise.arena import keep
-from counterpoise.arena.activity import cosines
+from counterpoise.arena.activity import cosines, cosines_apart
 from counterpoise.arena.batch import bench_of, train_batch
 from counterpoise.arena.collect import Bench
 from counterpoise.arena.crew import Crew
@@ -43,6 +43,7 @@ from counterpoise.trainer.loop import device_of
 KEEP_S = 30.0  # seconds between two saved states of a stack
 MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
 LARGE = 20_000_000  # parameters from which one member fills the device: the trainer is faster then
+APART_BATCHES = 5  # of the activity of runs that cannot be stacked
 UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
 
 
@@ -79,7 +80,7 @@ def race(
         if why_alone(arena, config):
             order = "one after the other" if jobs == 1 else f"{jobs} at a time, a process each"
             live.say(f"runs {order}: {why_alone(arena, config)}")
-        elif not (out / "activity.json").is_file():
+        if not (out / "activity.json").is_file():
             write_json(out / "activity.json", activity(arena))
         run_all(arena, "tuning", tuning_runs(design))
         rates = tuned_rates(design, read_results(out))
@@ -268,13 +269,17 @@ def scores_of(
 
 
 def activity(arena: Arena) -> dict[str, Any]:
-    """Cosines of every arm with its control, for those that can share a stack with it: along the
-    whole way of one seed, since a method may begin to differ late.
+    """Cosines of every arm with its control, for those that sample as it does: along the whole way
+    of one seed, since a method may begin to differ late; of runs that cannot be stacked along its
+    first ``APART_BATCHES``, since every arm adds its updates.
     """
     design, arms = arena.design, {}
     pairs = [(arm.name, design.control_of(arm.name)) for arm in design.arms if not arm.repeats]
     pairs = [(name, control) for name, control in pairs if control is not None]
     seeds, num = (design.tuning_seeds or design.seeds)[:1], max(1, design.last)
+    config = config_of(design, Run(design.control, design.rates[0], design.seeds[0]))
+    if why_alone(arena, config):
+        num = min(num, APART_BATCHES)
     controls = dict.fromkeys(control for _, control in pairs)
     arena.live.begin("activity", len(seeds) * len(controls), len(seeds) * num * len(pairs))
     for control in controls:
@@ -313,12 +318,23 @@ def arm_cosines(
             Member(config_of(design, Run(name, rate, seed)), arena.methods[name])
             for name in together
         ]
-        bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
-        rows = cosines(bench, members, 0, num, lambda: arena.live.step(len(names)))
+        rows = member_cosines(arena, members, num, lambda: arena.live.step(len(names)))
         for at, name in enumerate(together[1:], 1):
             out[name] += [row[at] for row in rows if math.isfinite(row[at])]
         arena.live.finish(1)
     return out
+
+
+def member_cosines(
+    arena: Arena, members: Sequence[Member], num: int, note: Callable[[], None]
+) -> list[list[float]]:
+    """Per batch and member the cosine with the first one, in a stack or by turns."""
+    if not why_alone(arena, members[0].config):
+        bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
+        return cosines(bench, members, 0, num, note)
+    rows = cosines_apart(members, num, note)
+    torch.cuda.empty_cache()  # the runs may be other processes
+    return rows
 
 
 def fits(arena: Arena, control: str, name: str, rate: float) -> bool:

@@ -18,7 +18,7 @@ from counterpoise.arena.design import Design
 from counterpoise.arena.live import Live
 from counterpoise.arena.results import Run, append_result, read_results
 from counterpoise.arena.runs import config_of
-from counterpoise.policy import load_model
+from counterpoise.policy import Policy, load_model
 from counterpoise.run.read import checkpoints, read_jsonl
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.config import Config
@@ -116,21 +116,25 @@ def _stop_line(run: Run, reason: str) -> str:
 def train_to(
     design: Design, config: Config, folder: Path, before: int, at: int
 ) -> dict[str, float | None]:
-    """Train until ``at`` batches are done, then evaluate."""
+    """Train until ``at`` batches are done, then evaluate; the last weights are not written."""
     if at:
         is_begun = bool(checkpoints(folder))
-        if train(config, until=at, resume=is_begun, fresh=not is_begun).batch_number < at:
+        how = {"resume": is_begun, "fresh": not is_begun, "save_last": at < design.last}
+        result = train(config, until=at, **how)
+        if result.batch_number < at:
             raise KeyboardInterrupt  # it stopped on request: these are not the weights after ``at``
+        policy = result.policy
+    else:
+        policy = load_model(config.model, device=device_of(config))
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["batch"] >= before]
     mean = float(np.mean([row["reward/mean"] for row in rows])) if rows else None
     row = {"train_reward": mean, "num_updates": config.num_updates // config.num_batches * at}
-    return {**scores(design, config, folder, at), **row}
+    return {**scores(design, config, policy), **row}
 
 
-def scores(design: Design, config: Config, folder: Path, at: int) -> dict[str, float]:
-    """Sampled, greedy, pass@k, entropy and length of the weights after ``at`` batches."""
-    model = str(checkpoints(folder)[-1]) if at else config.model
-    policy, task = load_model(model, device=device_of(config)), make_task(**config.task)
+def scores(design: Design, config: Config, policy: Policy) -> dict[str, float]:
+    """Sampled, greedy, pass@k, entropy and length of a policy."""
+    task = make_task(**config.task)
     num, samples = design.eval["prompts"], design.eval["samples"]
     temperature = config.eval.temperature or 1.0
     sampled = evaluate(policy, task, config, prompts=num, samples=samples, temperature=temperature)

@@ -71,11 +71,12 @@ from counterpoise.trainer.warn import (
 
 
 class Result(NamedTuple):
-    """How a run ended; the last three as in ``HeldOut``."""
+    """How a run ended, and the policy it ended with; the last three as in ``HeldOut``."""
 
     run_dir: Path
     batch_number: int
     is_finished: bool
+    policy: Policy
     first: Interval | None
     last: Interval | None
     gain: Interval | None
@@ -87,6 +88,7 @@ def train(
     resume: bool = False,
     fresh: bool = False,
     until: int | None = None,
+    save_last: bool = True,
     progress: Progress | None = None,
 ) -> Result:
     """Train a policy by the recipe; everything that happened is in the run folder.
@@ -98,6 +100,7 @@ def train(
         fresh: replace a run that is there.
         until: stop after this many batches, with a checkpoint; the learning rate stays that of the
             whole recipe.
+        save_last: whether the last batch has a checkpoint where none is due.
     """
     run_dir = Path(config.run_dir)
     own.check_free(run_dir, fresh=fresh, resume=resume)
@@ -118,7 +121,7 @@ def train(
     with own.lock_run(run_dir):
         own.check_free(run_dir, fresh=fresh, resume=resume)
         progress = progress or Progress(quiet=True)
-        return train_policy(config, method, task, progress, changes, resume, until)
+        return train_policy(config, method, task, progress, changes, resume, until, save_last)
 
 
 def train_policy(
@@ -129,6 +132,7 @@ def train_policy(
     changes: Changes,
     resume: bool,
     until: int | None,
+    save_last: bool,
 ) -> Result:
     """The loop, in a run folder that is this process's own."""
     run_dir = Path(config.run_dir)
@@ -254,7 +258,7 @@ def train_policy(
                 state,
                 config,
                 teacher,
-                always=is_due or bool(stop) or state.batch_number == num_batches,
+                always=is_due or bool(stop) or (save_last and state.batch_number == num_batches),
             )
             for tracker in trackers:
                 tracker.log(batch_number, {**metrics, **clock.seconds})
@@ -263,7 +267,7 @@ def train_policy(
         tracker.close()
     is_finished = state.batch_number == config.num_batches
     accuracies = held_out(read_jsonl(run_dir / "evals.jsonl"))
-    return Result(run_dir, state.batch_number, is_finished, *accuracies)
+    return Result(run_dir, state.batch_number, is_finished, policy, *accuracies)
 
 
 def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:
