@@ -36,6 +36,7 @@ from flops import PEAK_FLOPS, update_flops
 from machine import device_name, peak
 
 TRL = ("trl", "trl vllm")
+OURS = ("ours", "ours plain", "ours compiled", "ours delta")
 INSTRUCTION = (
     "{question}\nSolve it step by step in a few short lines. End with: The answer is <number>."
 )
@@ -46,7 +47,7 @@ def main() -> None:
     if args.who:
         print(json.dumps(trl(args) if args.who in TRL else ours(args)))
         return
-    names = [
+    names = args.only or [
         "ours",
         "trl",
         *(["trl vllm"] if args.vllm else []),
@@ -115,6 +116,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--compile", action="store_true", help="also ours with optimizer.compile")
     parser.add_argument("--delta", action="store_true", help="also ours with DelTA (row proxy)")
+    parser.add_argument("--only", nargs="+", choices=(*TRL, *OURS), help="these contestants alone")
     parser.add_argument(
         "--set", action="append", default=[], help="an override of our recipe, a.b=c"
     )

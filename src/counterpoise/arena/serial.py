@@ -119,8 +119,10 @@ def train_to(
     """Train until ``at`` batches are done, then evaluate; the last weights are not written."""
     if at:
         is_begun = bool(checkpoints(folder))
-        how = {"resume": is_begun, "fresh": not is_begun, "save_last": at < design.last}
-        result = train(config, until=at, **how)
+        needs_weights = at < design.last
+        result = train(
+            config, until=at, resume=is_begun, fresh=not is_begun, save_last=needs_weights
+        )
         if result.batch_number < at:
             raise KeyboardInterrupt  # it stopped on request: these are not the weights after ``at``
         policy = result.policy
