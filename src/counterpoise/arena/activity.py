@@ -115,10 +115,10 @@ def update_once(
 ) -> None:
     """All updates of a batch that is sampled already."""
     config, method, batch = member.config, member.method, collected.batch
-    num_updates = config.optimizer.updates_per_batch
-    where = {"seed": config.seed, "batch_number": batch_number}
-    credit = method.assign(batch, member.state, **where)
-    updates = method.plan(batch, num_updates, **where).updates * config.optimizer.epochs
+    seed, settings = config.seed, config.optimizer
+    credit = method.assign(batch, member.state, seed=seed, batch_number=batch_number)
+    plan = method.plan(batch, settings.updates_per_batch, seed=seed, batch_number=batch_number)
+    updates = plan.updates * settings.epochs
     for number, row_R in enumerate(updates, batch_number * len(updates)):
         set_rate(optimizer, config, number)
         rows = method.rows(batch, credit, row_R)
