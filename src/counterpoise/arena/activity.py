@@ -11,7 +11,7 @@ Axes: S members (arms), P parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ class Point(NamedTuple):
     """Trained weights and the optimizer's memory, copied."""
 
     weights: list[Tensor]
-    moments: dict[str, Any]
+    moments: dict[Any, dict[str, Any]]
 
 
 def cosines_apart(
@@ -131,12 +131,18 @@ def trained(policy: Policy) -> list[Tensor]:
 
 
 def point(policy: Policy, optimizer: torch.optim.Optimizer) -> Point:
-    return Point(copies(trained(policy)), copy.deepcopy(optimizer.state_dict()))
+    return Point(copies(trained(policy)), memory_of(optimizer.state))
 
 
 def go_to_(policy: Policy, optimizer: torch.optim.Optimizer, there: Point) -> None:
     copy_(trained(policy), there.weights)
-    optimizer.load_state_dict(copy.deepcopy(there.moments))
+    optimizer.state.clear()
+    optimizer.state.update(memory_of(there.moments))
+
+
+def memory_of(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """A copy per parameter in its own precision, which ``load_state_dict`` would not keep."""
+    return {p: copy.deepcopy(own) for p, own in state.items()}
 
 
 def cosine_of(change: Sequence[Tensor], other: Sequence[Tensor]) -> float:
