@@ -295,6 +295,21 @@ def test_half_precision_logits_are_not_rounded():
     assert logits[0, 0] != logits[0, 1]
 
 
+def test_wide_logits_of_a_half_precision_head_have_a_gradient() -> None:
+    """The own parts of the ledger and token importance go back through them under autocast."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, grad = (
+        torch.randn(*shape, generator=generator) for shape in ((5, 8), (11, 8), (5, 11))
+    )
+    leaves = [part.bfloat16().requires_grad_() for part in (hidden, weight)]
+    logits = head_logits(leaves[0], Head(leaves[1]), temperature=0.5)
+    assert logits.dtype == torch.float32
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    expected = torch.autograd.grad(wide[0] @ wide[1].T / 0.5, wide, grad)
+    for one, other in zip(torch.autograd.grad(logits, leaves, grad), expected):
+        assert torch.allclose(one.float(), other, rtol=0.02, atol=0.05)
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
 def test_buckets_hold_every_row_once_within_the_budget(lengths, token_budget):
     batches = length_buckets(lengths, token_budget)
