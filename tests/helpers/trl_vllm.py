@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 from accelerate.utils import gather_object
 from trl.distributed import DistributedBackend
@@ -28,6 +30,7 @@ from helpers import trl_ranks, trl_tiny
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # narrow enough that each mode acts on the small gap between the stand-in and the trainer
 NARROW = {"vllm_importance_sampling_clip_max": 1.002, "vllm_importance_sampling_clip_min": 0.998}
+GAP = "sampling/sampling_logp_difference/mean"
 SLEEP = {"vllm_enable_sleep_mode": True}
 SERVER = {"vllm_mode": "server"}
 LEDGER = {"method": "uniform", "ledger_every": 1, "ledger_own_tokens": 0}
@@ -148,7 +151,16 @@ def run(name, world, *, sharded=False):
         "num_sharded": sum(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "controller": _controller(trainer),
+        "trl_gaps": [row[GAP] for row in trainer.state.log_history if GAP in row],
+        "ledger_gaps": ledger_gaps(folder),
     }
+
+
+def ledger_gaps(folder):
+    """Mean |trainer - sampler| log-prob of each generation, by the ledger."""
+    files = sorted(folder.glob("counterpoise/tokens/*.parquet"))
+    gaps = [pq.read_table(file, columns=["sampler_gap"])["sampler_gap"] for file in files]
+    return [float(np.abs(gap.to_numpy()).mean()) for gap in gaps]
 
 
 def _controller(trainer):

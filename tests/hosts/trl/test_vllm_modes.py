@@ -80,6 +80,16 @@ def test_uniform_is_plain_trl(mode, one):
     assert len(plain["losses"]) == 4 and all(plain["losses"])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ledger_has_the_gap_between_sampler_and_trainer_that_trl_logs(mode, one):
+    result = one[f"ledger/{mode}"]
+    assert len(result["ledger_gaps"]) == 2 and min(result["ledger_gaps"]) > 1e-6
+    # TRL logs with every generation's first update
+    assert result["ledger_gaps"] == pytest.approx(
+        result["trl_gaps"][:: len(result["trl_gaps"]) // 2], rel=1e-4
+    )
+
+
 def test_uniform_without_the_ledger_is_plain_trl(one):
     trl_tiny.assert_identical(one["uniform"]["weights"], one["plain/token_mask"]["weights"])
 

@@ -259,6 +259,16 @@ def _lay_out(value_MK: Tensor | None, mask_NT: Tensor) -> Tensor:
     return out_NTK.index_put(mask_NT.nonzero(as_tuple=True), value_MK)
 
 
+def with_sampler(batch: TokenBatch, columns: dict[str, Any]) -> TokenBatch:
+    """The batch as the ledger reads it: where a separate sampler (vLLM) told its log-probs, they
+    are the sampler's, beside the trainer's.
+    """
+    if not _is_complete(columns):
+        return batch
+    told_NT = columns["sampling_per_token_logps"][:, : batch.mask_NT.shape[1]].float()
+    return batch.replace(sampler_logp_NT=told_NT, trainer_logp_NT=batch.sampler_logp_NT)
+
+
 def columns_to_score(setup: Setup, more: bool) -> tuple[bool, bool]:
     """Whether entropies, and whether hidden states are to be measured."""
     needs = setup.method.needs

@@ -35,6 +35,7 @@ from counterpoise.hosts.trl.batch import (
     token_batch,
     total_reward,
     whole_batch,
+    with_sampler,
 )
 from counterpoise.hosts.trl.checks import check_class, check_trainer, check_version
 from counterpoise.hosts.trl.config import CreditGRPOConfig
@@ -249,7 +250,8 @@ class CreditMixin(Host):
         metrics = self._credit_metrics | plan_numbers
         if not is_due:
             return self.credit_ledger.skim(number, output, metrics)
-        self.credit_ledger.open(number, batch, credit, columns, metrics, talks)
+        told = with_sampler(batch, columns)
+        self.credit_ledger.open(number, told, credit, columns, metrics, talks)
         return self.credit_ledger.write_plan(number, plan)
 
 
