@@ -7,7 +7,8 @@ tokens; peak memory; the head kernel.
 A training batch is one batch: sampling, measuring, credit, updates. ``ratio`` is
 ledger / batch, ``update`` ledger / updates alone, ``slowdown`` what ``every: 10`` adds to a
 run (ratio / 10). Medians after a warm-up; the ledger's time includes its table and numbers. The
-table's file is written while the next batch is sampled: ``parquet`` stands beside it.
+table's file is written while the next batch is sampled: ``parquet`` stands beside it. Stages are
+of one more batch: with a clock at each an accelerator cannot work ahead, so they add up to more.
 ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
 peak with and without the
 ledger: of the accelerator where there is one, else of two processes. On a machine that does other
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,8 @@ class Bench(NamedTuple):
     clock: Callable[[], float]
 
     def batches(self, axes: list[str], prompts: int, repeats: int) -> list[Cost]:
-        """The same batch ``repeats`` times after one warm-up, trained on and accounted for;
+        """The same batch ``repeats`` times after one warm-up, trained on and accounted for, and
+        once more with a clock at every stage, for which an accelerator has to come to rest;
         without axes, trained on alone.
         """
         config = self.config.model_copy(
@@ -99,13 +101,21 @@ class Bench(NamedTuple):
         method, task = make_method(**config.method), make_task(**config.task)
         optimizer = adamw(self.policy.model, config.optimizer)
         with tempfile.TemporaryDirectory() as folder:
-            return [
-                self.batch(config, method, task, optimizer, Path(folder))
-                for _ in range(repeats + 1)
-            ][1:]
+            costs = [
+                self.batch(config, method, task, optimizer, Path(folder), is_timed=number > repeats)
+                for number in range(repeats + 2 if repeats else 1)
+            ]
+        return [cost._replace(stages=costs[-1].stages) for cost in costs[1:-1]]
 
     def batch(
-        self, config: Config, method: Any, task: Any, optimizer: torch.optim.Optimizer, folder: Path
+        self,
+        config: Config,
+        method: Any,
+        task: Any,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        *,
+        is_timed: bool = True,
     ) -> Cost:
         start = self.clock()
         collected = measure_columns(
@@ -118,7 +128,7 @@ class Bench(NamedTuple):
         credit = method.assign(collected.batch)
         plan = method.plan(collected.batch, config.optimizer.updates_per_batch)
         sample_s, update_s, began = self.clock() - start, 0.0, self.clock()
-        with timed_stages(self.clock) as stages:
+        with timed_stages(self.clock) if is_timed else nullcontext({}) as stages:
             recording = ledger_recording(config, self.policy, 0)
             with observe(
                 self.policy, optimizer, collected, credit, recording, 0, None, len(plan)
@@ -200,8 +210,7 @@ def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         name: statistics.median(getattr(cost, name) for cost in found) for name in names
     }
-    stages = {name: statistics.median(cost.stages[name] for cost in found) for name in STAGES}
-    stages["other"] = row["ledger_s"] - sum(stages.values())
+    stages = found[-1].stages
     row |= {"ratio": row["ledger_s"] / row["step_s"], "update": row["ledger_s"] / row["update_s"]}
     print(
         f"{'+'.join(axes):<14} batch {row['step_s']:6.2f} s (updates {row['update_s']:.2f} s) "

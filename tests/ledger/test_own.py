@@ -12,7 +12,13 @@ from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.calculus import own as own_module
 from counterpoise.ledger.calculus.logprobs import Texts, at, copy_params, of_model, trainable
 from counterpoise.ledger.calculus.optimizers import response
-from counterpoise.ledger.calculus.own import own_by_rows, own_one_by_one, own_parts
+from counterpoise.ledger.calculus.own import (
+    lay_out,
+    one_token_rows,
+    own_by_rows,
+    own_one_by_one,
+    own_parts,
+)
 from counterpoise.ledger.calculus.row_norms import Call, CannotBatch, HeadCall, row_norms
 from counterpoise.policy import add_lora, token_logp
 from counterpoise.types import TokenBatch
@@ -25,6 +31,10 @@ MASK_NT = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]).bool()  # a
 WEIGHT_NT = torch.linspace(-1.5, 1.0, 12, dtype=torch.float64).view(4, 3) * MASK_NT
 TOKENS = [(n, t) for n, t in MASK_NT.nonzero().tolist()]
 LR, BETAS, EPS = 1e-3, (0.8, 0.95), 1e-6
+
+
+def own_of(model, rows, params, rates, tokens):
+    return own_parts(model, rows, params, rates, lay_out(model, rows, params, tokens))
 
 
 def texts(**settings) -> Texts:
@@ -76,7 +86,7 @@ def test_own_is_what_scaling_one_tokens_gradient_does_to_it(tied, kind):
     first = {n: -optimizer.state[p].get("exp_avg", p).clone() for n, p in names.items()}
     gradient_step(optimizer, flat_sum(model, gradient, WEIGHT_NT), model)
     second = {n: optimizer.state[p].get("exp_avg_sq") for n, p in names.items()}
-    part = own_parts(model, texts(), before, response(optimizer, names), TOKENS)
+    part = own_of(model, texts(), before, response(optimizer, names), TOKENS)
     for j, (n, t) in enumerate(TOKENS):
 
         def logp(s: float, n=n, t=t) -> float:
@@ -111,7 +121,7 @@ def test_rows_at_once_equal_one_backward_each(name, settings, temperature, monke
     params, rows = trainable(model), texts(temperature=temperature)
     expected = own_one_by_one(of_model(model, rows), params, rates(params), TOKENS)
     monkeypatch.setattr(own_module, "MOST_NUMBERS", 3 * max(p.numel() for p in params.values()))
-    got = own_parts(model, rows, params, rates(params), TOKENS)
+    got = own_of(model, rows, params, rates(params), TOKENS)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
     assert own_module._AGREES[model] == (name != "gpt2")  # whose positions are one row for all
 
@@ -123,7 +133,9 @@ def test_frozen_parameters_and_adapters():
     for chosen in (model, add_lora(tiny("llama"), r=2, alpha=4.0, target_modules="all-linear")):
         params = trainable(chosen)
         expected = own_one_by_one(of_model(chosen, texts()), params, rates(params), TOKENS)
-        got = own_by_rows(chosen, texts(), params, rates(params), TOKENS)
+        got = own_by_rows(
+            chosen, texts(), params, rates(params), one_token_rows(texts(), TOKENS, chosen.device)
+        )
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
         assert got.min() > 0
 
@@ -191,11 +203,11 @@ def test_embedding_and_head_set_no_limit_to_the_tokens_of_a_pass(monkeypatch):
     """Their gradients by row are never laid out, so a wide vocabulary costs no more forwards."""
     model = tiny("llama", vocab_size=997, tie_word_embeddings=True)
     params, calls = trainable(model), []
-    own_parts(model, texts(), params, rates(params), TOKENS[:2])  # tried once
+    own_of(model, texts(), params, rates(params), TOKENS[:2])  # tried once
     largest = max(p.numel() for name, p in params.items() if "embed" not in name)
     monkeypatch.setattr(own_module, "MOST_NUMBERS", len(TOKENS) * largest)
     handle = model.model.register_forward_hook(lambda *_: calls.append(1))
-    got = own_parts(model, texts(), params, rates(params), TOKENS)
+    got = own_of(model, texts(), params, rates(params), TOKENS)
     handle.remove()
     assert len(calls) == 1
     expected = own_one_by_one(of_model(model, texts()), params, rates(params), TOKENS)
@@ -210,7 +222,9 @@ def test_an_embedding_learns_nothing_from_padding(tied):
     rows = Texts([[0, 2, 2], [2, 0, 5], [3, 0, 0], [4, 4, 4]], IDS_NT, MASK_NT)
     params = trainable(model)
     expected = own_one_by_one(of_model(model, rows), params, rates(params), TOKENS)
-    got = own_by_rows(model, rows, params, rates(params), TOKENS)
+    got = own_by_rows(
+        model, rows, params, rates(params), one_token_rows(rows, TOKENS, model.device)
+    )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
 
 

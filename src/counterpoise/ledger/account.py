@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,13 +26,15 @@ from counterpoise.ledger.calculus.head_change import (
 )
 from counterpoise.ledger.calculus.logprobs import Params, Texts, at, of_model
 from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, response
-from counterpoise.ledger.calculus.own import draw_tokens, own_column, own_parts
+from counterpoise.ledger.calculus.own import draw_tokens, lay_out, own_column, own_parts
 from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
+from counterpoise.maths.head import Head
 from counterpoise.maths.many import copies, negate_
 from counterpoise.policy import measure
-from counterpoise.policy.backbone import backbone
+from counterpoise.policy.backbone import backbone, evaluating
 from counterpoise.policy.fused import has_triton_layers
+from counterpoise.policy.pack import Packed, hidden_of, pack_rows, shares_prompts
 from counterpoise.run.schema import PART_PREFIX, REST
 from counterpoise.types import Rows, TokenLoss
 
@@ -107,6 +110,10 @@ def account(
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
+    # what the host has to read comes first: it waits for all that an accelerator was given before
+    num = own_tokens if updates is not None else 0
+    tokens = draw_tokens(weight_NT, num, torch.Generator().manual_seed(seed))
+    laid_out = lay_out(model, texts, before, tokens)
     scores = score_update(model, before, texts, head_response(model, updates), noise_floor, kernels)
     columns = update_columns(rows, loss, scores)
     if scores.kl_NT is None:
@@ -122,8 +129,7 @@ def account(
     if scores.own_head_NT is not None:
         columns["own_head"] = weight_NT * scores.own_head_NT
     if updates is not None and own_tokens:
-        tokens = draw_tokens(weight_NT, own_tokens, torch.Generator().manual_seed(seed))
-        part_S = own_parts(model, texts, before, updates, tokens, autocast)
+        part_S = own_parts(model, texts, before, updates, laid_out, autocast)
         columns["own"] = own_column(weight_NT, tokens, part_S)
     if is_batched is None:
         return Account(columns, notes)
@@ -243,39 +249,52 @@ def head_state(model: PreTrainedModel, texts: Texts) -> HeadState:
     hidden_NTD = _measure(model, texts, {"hidden_NTD"})["hidden_NTD"]
     head = backbone(model).head
     assert head is not None
-    detached = head._replace(
-        weight_VD=head.weight_VD.detach(),
-        bias_V=None if head.bias_V is None else head.bias_V.detach(),
-    )
-    return HeadState(hidden_NTD[texts.mask_NT], detached)
+    return HeadState(hidden_NTD[texts.mask_NT], _detached(head))
 
 
+def _detached(head: Head) -> Head:
+    bias_V = None if head.bias_V is None else head.bias_V.detach()
+    return head._replace(weight_VD=head.weight_VD.detach(), bias_V=bias_V)
+
+
+@torch.no_grad()
 def _change(
     model: PreTrainedModel, before: Params, texts: Texts, updates: HeadResponse | None
 ) -> HeadChange:
-    """Columns [N, T] from the hidden states of two forwards."""
-    start = at(model, before, lambda m: head_state(m, texts))
-    target_M = texts.token_ids_NT[texts.mask_NT]
-    change = head_change(
-        start,
-        head_state(model, texts),
-        target_M,
-        temperature=texts.temperature,
-        response=updates,
-        fused=has_triton_layers(model),
-    )
+    """Columns [N, T] from the hidden states of two forwards over the same layout."""
+    columns: list[Tensor | None] = [None] * len(HeadChange._fields)
+    with evaluating(model):
+        share, fused = shares_prompts(backbone(model)), has_triton_layers(model)
+        for picked in texts.cut(share)(range(len(texts.mask_NT)), texts.token_budget):
+            row_B = torch.tensor(picked, device=texts.mask_NT.device)
+            ids_BT, mask_BT = texts.token_ids_NT[row_B], texts.mask_NT[row_B]
+            prompts = [texts.prompt_ids[row] for row in picked]
+            rows = pack_rows(prompts, ids_BT, mask_BT, model.device, share=share)
+            change = head_change(
+                at(model, before, partial(packed_state, rows=rows)),
+                packed_state(model, rows),
+                rows.target_M,
+                temperature=texts.temperature,
+                response=updates,
+                fused=fused,
+            )
+            place = row_B.to(model.device)[rows.row_M], rows.column_M
+            for number, value_M in enumerate(change):
+                if value_M is not None:
+                    column_NT = columns[number]
+                    if column_NT is None:
+                        column_NT = columns[number] = value_M.new_zeros(texts.mask_NT.shape)
+                    column_NT[place] = value_M
+    return HeadChange(*columns)  # pyright: ignore[reportArgumentType]
 
-    kl_NT, own_head_NT = (
-        None if column is None else place_tokens(column, texts.mask_NT)
-        for column in (change.kl_M, change.own_head_M)
-    )
-    return HeadChange(
-        place_tokens(change.logp_before_M, texts.mask_NT),
-        place_tokens(change.logp_after_M, texts.mask_NT),
-        place_tokens(change.entropy_M, texts.mask_NT),
-        kl_NT,
-        own_head_NT,
-    )
+
+def packed_state(model: PreTrainedModel, rows: Packed) -> HeadState:
+    """What feeds the head at the response tokens of a layout, in float32 or wider, and the head."""
+    parts = backbone(model)
+    assert parts.head is not None
+    hidden_MD = hidden_of(parts, rows)
+    wide = torch.promote_types(hidden_MD.dtype, torch.float32)
+    return HeadState(hidden_MD.to(wide), _detached(parts.head))
 
 
 def place_tokens(value_M: Tensor, mask_NT: Tensor) -> Tensor:

@@ -72,3 +72,15 @@ def roots(squares: list[Tensor], divisors: list[float], eps: float) -> list[Tens
     torch._foreach_sqrt_(out)
     torch._foreach_add_(out, eps)
     return out
+
+
+def divided(numbers: list[float], divisors: list[Tensor]) -> list[Tensor]:
+    """``number / divisor`` of each, as torch divides a number; in the divisors' memory.
+
+    >>> divided([3.0], [torch.tensor([2.0, 4.0])])[0].tolist()
+    [1.5, 0.75]
+    """
+    if divisors:
+        torch._foreach_reciprocal_(divisors)
+        torch._foreach_mul_(divisors, numbers)
+    return divisors

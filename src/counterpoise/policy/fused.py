@@ -33,7 +33,7 @@ from counterpoise.policy.mix import (
     triton_kernels,
     why_not_c,
 )
-from counterpoise.policy.prefix import DECODERS, without_masks
+from counterpoise.policy.prefix import DECODERS, has_checkpointing, without_masks
 from counterpoise.policy.split import can_split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +97,7 @@ class _Weights:
 
     def __init__(self, decoder: Any, kernels: Kernels) -> None:
         self.layers, self.always = list(decoder.layers), kernels.joins_always
-        self.can_join = not decoder.is_gradient_checkpointing and can_join(self.layers)
+        self.can_join = not has_checkpointing(decoder) and can_join(self.layers)
         self.own = threading.local()
 
     def of(self, layer: Any, device: str) -> Joined | None:

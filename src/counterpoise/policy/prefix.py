@@ -122,7 +122,15 @@ def can_share(decoder: PreTrainedModel) -> bool:
 
 def _recomputes(decoder: Any) -> bool:
     """Whether the backward computes layers again."""
-    return decoder.is_gradient_checkpointing and any(layer.training for layer in decoder.layers)
+    return has_checkpointing(decoder) and any(layer.training for layer in decoder.layers)
+
+
+def has_checkpointing(decoder: Any) -> bool:
+    """Whether recomputed activations are switched on, in training mode or not; transformers' own
+    ``is_gradient_checkpointing`` walks through all modules, milliseconds of every forward.
+    """
+    parts = (decoder, *decoder.layers)
+    return any(getattr(part, "gradient_checkpointing", False) for part in parts)
 
 
 def hidden_of_prefixes(

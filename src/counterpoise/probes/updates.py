@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from counterpoise.maths.head import Head
 from counterpoise.policy.backbone import backbone
 from counterpoise.probes.scene import Scene
 from counterpoise.trainer.loop import set_rate
-from counterpoise.trainer.update import Update, apply_update
+from counterpoise.trainer.update import Update, apply_update, chosen_kernels
 from counterpoise.types import Rows
 
 
@@ -103,7 +104,9 @@ def try_update(
         update = apply_update(
             model, optimizer, method or scene.method, rows, scene.collected, scene.config
         )
-        scores = score_update(model, before, texts := scene.texts(rows.row_R), None)
+        layers = partial(chosen_kernels, model, scene.config.optimizer)
+        texts = scene.texts(rows.row_R)
+        scores = score_update(model, before, texts, None, kernels=layers)
         head = backbone(model).head
         new_head = (
             None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())

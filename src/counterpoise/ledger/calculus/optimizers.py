@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.maths.adamw import SECOND, AdamW, moment
-from counterpoise.maths.many import roots
+from counterpoise.maths.many import divided, roots
 
 Response = dict[str, "Tensor | float"]
 
@@ -60,10 +60,8 @@ def adam_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[T
     num_updates = _counts(live)
     root_of = roots(seconds, [1 - beta2**t for t in num_updates], group["eps"])
     sign = -1 if group["maximize"] else 1
-    rates = iter(
-        float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * sign / root
-        for t, root in zip(num_updates, root_of)
-    )
+    above = [float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * sign for t in num_updates]
+    rates = iter(divided(above, root_of))
     return [next(rates) if state else 0.0 for state in states]
 
 

@@ -42,6 +42,13 @@ MOST_NUMBERS = 1 << 27  # of gradients by row: 512 MiB in float32
 _AGREES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once per model
 
 
+class Chosen(NamedTuple):
+    """Tokens that share a backward, and a row per token that ends with it."""
+
+    tokens: Sequence[Token]
+    rows: Packed
+
+
 class Use(NamedTuple):
     """One call of a layer that has trainable weights of its own.
 
@@ -59,7 +66,7 @@ def own_parts(
     texts: Texts,
     params: Params,
     response: Response,
-    tokens: Sequence[Token],
+    chosen: Sequence[Chosen],
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """<g_j, P g_j> of chosen tokens over all trainable parameters, [S].
@@ -68,18 +75,26 @@ def own_parts(
         texts: the rows of the update.
         params: the trainable parameters before the update.
         response: P, see ``optimizers.response``.
-        tokens: (row, position) of each.
+        chosen: see ``lay_out``.
         autocast: precision of the training forward.
     """
+    tokens = [token for some in chosen for token in some.tokens]
     if not tokens:
         return next(iter(params.values())).new_zeros(0)
     if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast):
-        size = max(1, MOST_NUMBERS // largest_by_row(model, params))
-        cuts = [tokens[k : k + size] for k in range(0, len(tokens), size)]
         return torch.cat(
-            [own_by_rows(model, texts, params, response, cut, autocast) for cut in cuts]
+            [own_by_rows(model, texts, params, response, some.rows, autocast) for some in chosen]
         )
     return own_one_by_one(of_model(model, texts, autocast), params, response, tokens)
+
+
+def lay_out(
+    model: PreTrainedModel, texts: Texts, params: Params, tokens: Sequence[Token]
+) -> list[Chosen]:
+    """(row, position) of each token -> as many as fit a backward, laid out for it."""
+    size = max(1, MOST_NUMBERS // largest_by_row(model, params))
+    cuts = [tokens[k : k + size] for k in range(0, len(tokens), size)]
+    return [Chosen(cut, one_token_rows(texts, cut, model.device)) for cut in cuts]
 
 
 def largest_by_row(model: PreTrainedModel, params: Params) -> int:
@@ -135,11 +150,11 @@ def own_by_rows(
     texts: Texts,
     params: Params,
     response: Response,
-    tokens: Sequence[Token],
+    rows: Packed,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """The same in one forward and backward; ``CannotBatch`` where a layer does not allow it."""
-    rows, leaves = one_token_rows(texts, tokens, model.device), _leaves(params)
+    leaves = _leaves(params)
     with evaluating(model), eager(model), autocast(), torch.enable_grad():
         return at(model, leaves, lambda m: _own(m, rows, leaves, response, texts.temperature))
 
@@ -165,7 +180,8 @@ def can_batch(
         unit: Response = dict.fromkeys(params, 1.0)
         expected = own_one_by_one(of_model(model, texts, autocast), params, unit, tokens)
         try:
-            parts = own_by_rows(model, texts, params, unit, tokens, autocast)
+            rows = one_token_rows(texts, tokens, model.device)
+            parts = own_by_rows(model, texts, params, unit, rows, autocast)
             _AGREES[model] = bool(((parts - expected).abs() <= 0.05 * expected.abs()).all())
         except torch.OutOfMemoryError:
             raise
