@@ -34,6 +34,11 @@ SETTINGS = {
         "optimizer.activation_checkpointing=true",
     ],
     "LoRA on bfloat16": ["dtype=bfloat16", "lora={r: 16}"],
+    "LoRA on bfloat16, checkpointing": [
+        "dtype=bfloat16",
+        "lora={r: 16}",
+        "optimizer.activation_checkpointing=true",
+    ],
 }
 
 

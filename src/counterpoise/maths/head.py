@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.maths.wide import wide_product
+
 # logits alive at once by default: 64 MiB in float32; four times as many on a GPU, which small
 # chunks leave idle
 CHUNK_LOGITS = 2**24
@@ -62,7 +64,7 @@ def head_logits(
     [[1.5, 4.0]]
     """
     head = _autocast(head, hidden_MD)
-    logits_MV = (product or _product)(hidden_MD.to(head.weight_VD.dtype), head.weight_VD)
+    logits_MV = (product or wide_product)(hidden_MD.to(head.weight_VD.dtype), head.weight_VD)
     if head.bias_V is not None:
         logits_MV = logits_MV + head.bias_V
     if head.scale != 1.0:
@@ -292,45 +294,6 @@ def _moving(u_MV: Tensor, hidden_MD: Tensor, head: Head) -> Tensor:
         if head.bias_V is not None:
             product_M = product_M + u_MV.to(wide) @ head.bias_V.to(wide)
     return product_M - product_M.detach()
-
-
-def _product(hidden_MD: Tensor, weight_VD: Tensor) -> Tensor:
-    with torch.autocast(hidden_MD.device.type, enabled=False):
-        if weight_VD.dtype in (torch.float32, torch.float64):
-            return hidden_MD @ weight_VD.T
-        has_gradient = hidden_MD.requires_grad or weight_VD.requires_grad
-        multiply = _WideProduct.apply if has_gradient and torch.is_grad_enabled() else _wide_product
-        return multiply(hidden_MD, weight_VD)
-
-
-def _wide_product(hidden_MD: Tensor, weight_VD: Tensor) -> Tensor:
-    """``h W^T`` of half-precision numbers, in float32."""
-    if weight_VD.is_cuda:
-        return torch.mm(hidden_MD, weight_VD.T, out_dtype=torch.float32)
-    return hidden_MD.float() @ weight_VD.float().T
-
-
-class _WideProduct(torch.autograd.Function):
-    """The same with the gradient that torch lacks for it: products in half precision, as autocast
-    has them.
-    """
-
-    @staticmethod
-    def forward(hidden_MD: Tensor, weight_VD: Tensor) -> Tensor:
-        return _wide_product(hidden_MD, weight_VD)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MV: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_MD, weight_VD = ctx.saved_tensors
-        grad_MV = grad_MV.to(weight_VD.dtype)
-        return (
-            grad_MV @ weight_VD if ctx.needs_input_grad[0] else None,
-            grad_MV.T @ hidden_MD if ctx.needs_input_grad[1] else None,
-        )
 
 
 def _autocast(head: Head, hidden_MD: Tensor) -> Head:
