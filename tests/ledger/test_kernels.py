@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.calculus import head_change as head_module
 from counterpoise.ledger.calculus import logprobs as logprobs_module
 from counterpoise.ledger.calculus.head_change import HeadResponse, HeadState, head_change
-from counterpoise.ledger.calculus.logprobs import trainable
+from counterpoise.ledger.calculus.logprobs import Texts, trainable
+from counterpoise.ledger.calculus.own import lay_out, own_by_rows
 from counterpoise.ledger.calculus.tangents import logp_change
 from counterpoise.maths.head import Head
 from counterpoise.policy import fused as fused_module
@@ -130,6 +132,29 @@ def test_forward_mode_with_kernels_equals_forward_mode_without(name, share, half
         )
     error = (fused_CM - plain_CM).abs().max() / plain_CM.abs().max()
     assert error < (10 * torch.finfo(HALF).eps if half else 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_own_parts_of_fused_layers_are_those_of_plain_layers(name, half):
+    """In float32 projections are modules that are called, under autocast joined products."""
+    kind, changes = MODELS[name]
+    model = tiny(kind, **changes).to(DEVICE)
+    rows, params = Texts(*texts()), trainable(model)
+    rates = {name: 1.0 + 0.1 * p.detach().abs() for name, p in params.items()}
+    chosen = lay_out(model, rows, params, [(0, 3), (1, 4), (3, 0), (4, 1)])
+
+    def parts(kernels):
+        autocast = partial(torch.autocast, DEVICE, HALF, enabled=half)
+        packed = chosen[0].rows
+        return own_by_rows(model, rows, params, rates, packed, autocast, kernels)
+
+    with torch.no_grad():
+        expected = parts(nullcontext)
+        got = parts(lambda: fused_layers(model, triton_kernels()))
+    assert len(chosen) == 1 and expected.min() > 0
+    torch.testing.assert_close(got, expected, rtol=0.03 if half else 1e-4, atol=1e-8)
 
 
 @needs_triton

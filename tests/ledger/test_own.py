@@ -4,6 +4,10 @@ backward each, and in the ledger's columns.
 
 from __future__ import annotations
 
+import shutil
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,6 +25,8 @@ from counterpoise.ledger.calculus.own import (
 )
 from counterpoise.ledger.calculus.row_norms import Call, CannotBatch, HeadCall, row_norms
 from counterpoise.policy import add_lora, token_logp
+from counterpoise.policy.fused import fused_layers
+from counterpoise.policy.kernels import build
 from counterpoise.types import TokenBatch
 from helpers.reference_ledger import clean_gpt2, token_gradients
 from helpers.tiny_models import tiny
@@ -124,6 +130,34 @@ def test_rows_at_once_equal_one_backward_each(name, settings, temperature, monke
     got = own_of(model, rows, params, rates(params), TOKENS)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
     assert own_module._AGREES[model] == (name != "gpt2")  # whose positions are one row for all
+
+
+@pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="there is no C compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_fused_layers_tell_what_own_layers_would(name, monkeypatch):
+    model = tiny(name)
+    params, rows, seen = trainable(model), texts(), []
+    expected = own_of(model, rows, params, rates(params), TOKENS)
+    real = own_module.seen
+
+    @contextmanager
+    def noted(*args):
+        with real(*args) as told:
+            seen.append(len(told))
+            yield told
+
+    monkeypatch.setattr(own_module, "seen", noted)
+    chosen, kernels = lay_out(model, rows, params, TOKENS), partial(fused_layers, model)
+    got = own_parts(model, rows, params, rates(params), chosen, kernels=kernels)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
+    per_layer = 9 + 2 * (name == "qwen3")
+    assert seen == [per_layer * len(model.model.layers)]
+    frozen = {n: p for n, p in params.items() if "layers.0" not in n and "embed" not in n}
+    model.model.layers[0].requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    expected = own_of(model, rows, frozen, rates(frozen), TOKENS)
+    got = own_parts(model, rows, frozen, rates(frozen), chosen, kernels=kernels)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
 
 
 def test_frozen_parameters_and_adapters():

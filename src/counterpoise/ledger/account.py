@@ -129,7 +129,7 @@ def account(
     if scores.own_head_NT is not None:
         columns["own_head"] = weight_NT * scores.own_head_NT
     if updates is not None and own_tokens:
-        part_S = own_parts(model, texts, before, updates, laid_out, autocast)
+        part_S = own_parts(model, texts, before, updates, laid_out, autocast, kernels)
         columns["own"] = own_column(weight_NT, tokens, part_S)
     if is_batched is None:
         return Account(columns, notes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from counterpoise.policy.joined import Joined, can_join, join_projections, split_projections
+from counterpoise.policy.joined import (
+    Joined,
+    can_join,
+    join_projections,
+    projections,
+    split_projections,
+)
 from counterpoise.policy.mix import (
     Kernels,
     c_kernels,
@@ -37,6 +43,7 @@ from counterpoise.policy.prefix import DECODERS, has_checkpointing, without_mask
 from counterpoise.policy.split import can_split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+See = Callable[[Sequence[nn.Module], Tensor, Tensor], None]
 
 
 def why_not_fused(model: PreTrainedModel) -> str | None:
@@ -86,6 +93,37 @@ def has_triton_layers(model: PreTrainedModel) -> bool:
     return any(getattr(f, "func", None) is _layer and f.args[2].is_triton for f in forwards)
 
 
+@contextmanager
+def seen(model: PreTrainedModel, see: See) -> Iterator[set[nn.Module]]:
+    """Inside the block of ``fused_layers``: ``see(modules, what they read, what came out)`` for
+    every norm and joined product of the layers. Gives their modules, which are not called; none
+    outside such a block.
+    """
+    layers = getattr(model.get_decoder(), "layers", ())
+    forwards = [vars(layer).get("forward") for layer in layers]
+    weights = next((f.args[1] for f in forwards if getattr(f, "func", None) is _layer), None)
+    if weights is None:
+        yield set()
+        return
+    joins, weights.see = weights.joins(model.device.type), see
+    try:
+        yield {module for layer in layers for module in _not_called(layer, joins)}
+    finally:
+        weights.see = _look_away
+
+
+def _look_away(*_: object) -> None:
+    pass
+
+
+def _not_called(layer: Any, joins: bool) -> Iterator[nn.Module]:
+    yield from (layer.input_layernorm, layer.post_attention_layernorm)
+    if hasattr(layer.self_attn, "q_norm"):
+        yield from (layer.self_attn.q_norm, layer.self_attn.k_norm)
+    if joins:
+        yield from (linear for group in projections(layer) for linear in group)
+
+
 class _Weights:
     """The joined projections of a forward: under autocast, or wherever the kernels join, made when
     its first layer asks (a thread has its own); in float32 without gradient split for tensor cores,
@@ -98,13 +136,17 @@ class _Weights:
     def __init__(self, decoder: Any, kernels: Kernels) -> None:
         self.layers, self.always = list(decoder.layers), kernels.joins_always
         self.can_join = not has_checkpointing(decoder) and can_join(self.layers)
-        self.own = threading.local()
+        self.own, self.see = threading.local(), _look_away
+
+    def joins(self, device: str) -> bool:
+        """Whether projections that read the same states are one product, with a gradient."""
+        return self.can_join and (torch.is_autocast_enabled(device) or self.always)
 
     def of(self, layer: Any, device: str) -> Joined | None:
         if not self.can_join:
             return None
         has_autocast = torch.is_autocast_enabled(device)
-        if not (has_autocast or self.always):
+        if not self.joins(device):
             is_split = not torch.is_grad_enabled() and can_split(layer.mlp.down_proj.weight)
             return split_projections(layer) if is_split else None
         if layer is self.layers[0]:
@@ -153,39 +195,53 @@ def _layer(
     attention, joined = layer.self_attn, weights.of(layer, hidden_states.device.type)
     norm = partial(_add_norm, kernels)
     hidden, *inputs = norm(layer.input_layernorm, hidden_states, None, 1 if joined else 3)
-    heads = _heads(attention, kernels, inputs, joined)
+    for states in inputs:
+        weights.see((layer.input_layernorm,), hidden, states)
+    heads = _heads(attention, weights, kernels, inputs, joined)
     mixed = kernels.mix(attention, heads, position_embeddings, attention_mask, **kwargs)
     mixed = mixed.reshape(*hidden.shape[:-1], -1)
     change = joined.out.of(mixed) if joined else attention.o_proj(mixed)
+    if joined:
+        weights.see((attention.o_proj,), mixed, change)
     middle = layer.post_attention_layernorm
     hidden, *inputs = norm(middle, hidden, change, 1 if joined else 2)
-    return hidden + _mlp(layer.mlp, kernels, inputs, joined)
+    for states in inputs:
+        weights.see((middle,), hidden, states)
+    return hidden + _mlp(layer.mlp, weights, kernels, inputs, joined)
 
 
-def _mlp(mlp: Any, kernels: Kernels, inputs: list[Tensor], joined: Joined | None) -> Tensor:
+def _mlp(
+    mlp: Any, weights: _Weights, kernels: Kernels, inputs: list[Tensor], joined: Joined | None
+) -> Tensor:
     if joined:
-        return joined.down.of(kernels.open_joined_gate(joined.gate_up.of(inputs[0])))
+        gate_up = joined.gate_up.of(inputs[0])
+        weights.see((mlp.gate_proj, mlp.up_proj), inputs[0], gate_up)
+        opened = kernels.open_joined_gate(gate_up)
+        out = joined.down.of(opened)
+        weights.see((mlp.down_proj,), opened, out)
+        return out
     return mlp.down_proj(kernels.open_gate(mlp.gate_proj(inputs[0]), mlp.up_proj(inputs[1])))
 
 
 def _heads(
-    attention: Any, kernels: Kernels, inputs: list[Tensor], joined: Joined | None
+    attention: Any, weights: _Weights, kernels: Kernels, inputs: list[Tensor], joined: Joined | None
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values before rotation, [B, L, heads C]; in one tensor where they come
     from one product and have no norms.
     """
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
     if not joined:
-        parts = tuple(project(states) for project, states in zip(projections, inputs))
+        parts = tuple(project(states) for project, states in zip(linears, inputs))
     else:
         parts = (joined.qkv.of(inputs[0]),)
+        weights.see(linears, inputs[0], parts[0])
     if not hasattr(attention, "q_norm"):
         return parts
     query, key, value = split_heads(attention, parts)
-    normed = (
-        _norm(norm, kernels, part)
-        for norm, part in ((attention.q_norm, query), (attention.k_norm, key))
-    )
+    normed = []
+    for norm, part in ((attention.q_norm, query), (attention.k_norm, key)):
+        normed.append(_norm(norm, kernels, part))
+        weights.see((norm,), part, normed[-1])
     return *(part.flatten(-2) for part in normed), value.flatten(-2)
 
 

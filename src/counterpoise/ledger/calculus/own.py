@@ -12,6 +12,7 @@ Axes: S tokens, one per row; D hidden size; V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from counterpoise.ledger.calculus.row_norms import (
 )
 from counterpoise.maths.head import head_logits
 from counterpoise.policy.backbone import backbone, eager, evaluating
+from counterpoise.policy.fused import seen
 from counterpoise.policy.pack import Packed, hidden_of, pack_rows
 
 log = logging.getLogger("counterpoise.ledger")
@@ -52,13 +54,15 @@ class Chosen(NamedTuple):
 class Use(NamedTuple):
     """One call of a layer that has trainable weights of its own.
 
-    ``names``: its weights -> their names in the model.
+    ``names``: its weights -> their names in the model; ``span``: which of the output's last axis
+    are the layer's, where layers that read the same states share a product.
     """
 
     layer: nn.Module
     names: dict[str, str]
     value: Tensor
     output: Tensor
+    span: slice = slice(None)
 
 
 def own_parts(
@@ -68,6 +72,7 @@ def own_parts(
     response: Response,
     chosen: Sequence[Chosen],
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """<g_j, P g_j> of chosen tokens over all trainable parameters, [S].
 
@@ -76,14 +81,15 @@ def own_parts(
         params: the trainable parameters before the update.
         response: P, see ``optimizers.response``.
         chosen: see ``lay_out``.
-        autocast: precision of the training forward.
+        autocast, kernels: precision and layers of the training forward.
     """
     tokens = [token for some in chosen for token in some.tokens]
     if not tokens:
         return next(iter(params.values())).new_zeros(0)
-    if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast):
+    if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast, kernels):
+        how = (params, response)
         return torch.cat(
-            [own_by_rows(model, texts, params, response, some.rows, autocast) for some in chosen]
+            [own_by_rows(model, texts, *how, some.rows, autocast, kernels) for some in chosen]
         )
     return own_one_by_one(of_model(model, texts, autocast), params, response, tokens)
 
@@ -152,10 +158,11 @@ def own_by_rows(
     response: Response,
     rows: Packed,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """The same in one forward and backward; ``CannotBatch`` where a layer does not allow it."""
     leaves = _leaves(params)
-    with evaluating(model), eager(model), autocast(), torch.enable_grad():
+    with evaluating(model), eager(model), autocast(), kernels(), torch.enable_grad():
         return at(model, leaves, lambda m: _own(m, rows, leaves, response, texts.temperature))
 
 
@@ -174,6 +181,7 @@ def can_batch(
     params: Params,
     tokens: Sequence[Token],
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> bool:
     """Whether rows can share a backward: tried on two tokens, the first time a model is seen."""
     if model not in _AGREES:
@@ -181,7 +189,7 @@ def can_batch(
         expected = own_one_by_one(of_model(model, texts, autocast), params, unit, tokens)
         try:
             rows = one_token_rows(texts, tokens, model.device)
-            parts = own_by_rows(model, texts, params, unit, rows, autocast)
+            parts = own_by_rows(model, texts, params, unit, rows, autocast, kernels)
             _AGREES[model] = bool(((parts - expected).abs() <= 0.05 * expected.abs()).all())
         except torch.OutOfMemoryError:
             raise
@@ -204,7 +212,7 @@ def _own(
     logp_S = logits_SV.log_softmax(-1).gather(1, rows.target_M[:, None])[:, 0]
     deltas = torch.autograd.grad(logp_S.sum(), [use.output for use in uses], allow_unused=True)
     calls = [
-        Call(use.layer, local, name, use.value, delta)
+        Call(use.layer, local, name, use.value, delta[..., use.span])
         for use, delta in zip(uses, deltas)
         for local, name in use.names.items()
         if delta is not None
@@ -217,24 +225,39 @@ def _own(
 
 
 @contextmanager
-def watch_layers(model: nn.Module, names: dict[int, str], num_rows: int) -> Iterator[list[Use]]:
+def watch_layers(
+    model: PreTrainedModel, names: dict[int, str], num_rows: int
+) -> Iterator[list[Use]]:
     """Every call of a layer with trainable weights of its own, while the block runs."""
     uses: list[Use] = []
 
+    def own_names(layer: nn.Module) -> dict[str, str]:
+        return {k: names[id(p)] for k, p in layer._parameters.items() if id(p) in names}
+
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        own = {k: names[id(p)] for k, p in layer._parameters.items() if id(p) in names}
         tensors = [*args, output]
         if kwargs or len(args) != 1 or not all(_has_rows(value, num_rows) for value in tensors):
             raise CannotBatch(f"{type(layer).__name__} does not tell the rows apart")
-        uses.append(Use(layer, own, args[0].detach(), output))
+        uses.append(Use(layer, own_names(layer), args[0].detach(), output))
 
-    layers = [m for m in model.modules() if any(id(p) in names for p in m._parameters.values())]
-    hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
-    try:
-        yield uses
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def see(layers: Sequence[nn.Module], value: Tensor, output: Tensor) -> None:
+        if not (_has_rows(value, num_rows) and _has_rows(output, num_rows)):
+            raise CannotBatch("fused layers do not tell the rows apart")
+        sizes = [getattr(layer, "out_features", output.shape[-1]) for layer in layers]
+        ends = itertools.accumulate(sizes, initial=0)
+        for layer, first, size in zip(layers, ends, sizes):
+            if own := own_names(layer):
+                span = slice(first, first + size)
+                uses.append(Use(layer, own, value.detach(), output, span))
+
+    with seen(model, see) as told:
+        layers = [m for m in model.modules() if m not in told and own_names(m)]
+        hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+        try:
+            yield uses
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

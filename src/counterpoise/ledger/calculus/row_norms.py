@@ -132,8 +132,8 @@ def _of_one_shape(calls: Sequence[Call], most: int) -> Iterator[list[Call]]:
 
 
 def _kind(call: Call) -> str:
-    if isinstance(call.layer, nn.Linear) and call.local == "weight":
-        return "linear"
+    if isinstance(call.layer, nn.Linear):
+        return "linear" if call.local == "weight" else "bias"
     is_norm = type(call.layer).__name__.endswith("RMSNorm") and call.local == "weight"
     return "norm" if is_norm and hasattr(call.layer, "variance_epsilon") else "other"
 
@@ -148,6 +148,8 @@ def _gradients(calls: Sequence[Call]) -> Tensor:
         torch.stack([part.flatten(1, -2) for part in parts])
         for parts in zip(*((call.delta, call.value) for call in calls))
     )
+    if kind == "bias":
+        return delta.to(weight.dtype).sum(2)
     if kind == "linear":
         return (delta.mT @ value.to(delta.dtype)).to(weight.dtype)
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
