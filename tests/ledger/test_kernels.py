@@ -239,8 +239,8 @@ def test_the_ledger_through_fused_layers_says_what_it_says_through_plain_ones():
     torch.testing.assert_close(total_NT, fused["predicted"], rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
-def test_scores_gradients_and_forward_mode_run_with_the_kernels_of_the_update(monkeypatch):
-    """Each enters the block of the update's layers; the decoder runs four times per update, and
+def test_the_ledger_runs_with_the_kernels_of_the_update(monkeypatch):
+    """Each enters the block of the update's layers; the decoder runs five times per update, and
     once more for the noise floor and for what is tried on a new model.
     """
     model, inside, forwards = tiny(), [], []
@@ -266,9 +266,9 @@ def test_scores_gradients_and_forward_mode_run_with_the_kernels_of_the_update(mo
     book_of(model, kernels)
     handle.remove()
     assert walks == [True, True]
-    scored, own_and_update = forwards.count(True), forwards.count(False)
-    assert scored == 2 * 3 + 1  # before, after, the smaller class; and the noise floor
-    assert own_and_update == 1 + 2 * 2  # the batch; an update, and its own parts
+    # before, after, the smaller class, own parts; and the noise floor
+    assert forwards.count(True) == 2 * 4 + 1
+    assert forwards.count(False) == 1 + 2  # the batch, and its updates
 
 
 def test_the_trainer_gives_the_ledger_its_kernels(monkeypatch):
