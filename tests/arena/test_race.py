@@ -181,6 +181,19 @@ def test_activity_by_turns_is_that_of_a_stack(
     assert min(min(one.cosine) for one in apart.values()) < 0.9
 
 
+def test_runs_that_fit_are_not_stopped_by_their_activity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(module, "cosines_apart", too_much)
+    results = run(tmp_path / "arena", design(evaluations=(1,)))
+    assert {one.arm for one, _ in results} == {"grpo", "fade", "grpo again"}
+    assert read_activity(tmp_path / "arena")["fade"].cosine == []
+
+
 def test_a_method_that_samples_more_or_has_a_teacher_trains_alone(tmp_path: Path) -> None:
     arms = (
         Arm("grpo", {"method": {"name": "grpo"}}),

@@ -332,7 +332,11 @@ def member_cosines(
     if not why_alone(arena, members[0].config):
         bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
         return cosines(bench, members, 0, num, note)
-    rows = cosines_apart(members, num, note)
+    try:
+        rows = cosines_apart(members, num, note)
+    except torch.OutOfMemoryError:  # it holds copies that a run does not need
+        arena.live.say("no memory to measure activity: the arms have no activity gate")
+        rows = []
     torch.cuda.empty_cache()  # the runs may be other processes
     return rows
 
