@@ -1,10 +1,13 @@
 """Milliseconds per member and batch when many members train at once, for every preset.
 
     python benchmarks/bench_arena.py --members 32 --out arena.json
+    python benchmarks/bench_arena.py --members 8 --methods grpo --runs 2    # on two CPU cores
 
 A Llama of 0.9 M parameters with random weights answers arithmetic prompts: 32 x 8 rollouts of 40
 tokens per batch and member, 4 updates. The grader does its usual work, and then draws the reward
-from a hash of the answer, so that groups are mixed and no method rests.
+from a hash of the answer, so that groups are mixed and no method rests. ``--runs`` times the
+trainer too: as many runs at the same time, a process and a thread each; what one takes for a batch
+is divided by their number.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import time
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,16 +32,21 @@ from counterpoise.arena.batch import bench_of
 from counterpoise.arena.collect import collect_stack
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.member import Member
+from counterpoise.arena.race import shares_stack
 from counterpoise.arena.stack import stack_of
 from counterpoise.arena.update import apply_updates
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.policy import Policy, load_model
 from counterpoise.tasks.arithmetic import Arithmetic
+from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, parse_config
+from counterpoise.trainer.update import adamw, apply_update
 from counterpoise.types import Prompt
 
 PARTS = ("collect", "update")
+# methods for conversations: an environment cannot be stacked
+TURNS = {"turn_rloo", "gigpo", "mt_grpo", "igpo", "turn_credit"}
 
 
 class Mixed(Arithmetic):
@@ -94,6 +104,35 @@ def time_method(
     return medians(times[2:], args.members)
 
 
+def time_runs(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """The same of separate runs, ``args.runs`` of them at the same time."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.runs, mp_context=spawn) as pool:
+        jobs = [pool.submit(time_run, name, seed, args) for seed in range(args.runs)]
+        times = [row for job in jobs for row in job.result()]
+    return medians(times, args.runs)
+
+
+def time_run(name: str, seed: int, args: argparse.Namespace) -> list[list[float]]:
+    """Seconds of each batch of one run in this process, by part."""
+    torch.set_num_threads(1)
+    config, method, task = recipe(seed, name, args), make_method(name), Mixed()
+    policy, times = small_llama(load_model("bundled"), args.device), []
+    optimizer = adamw(policy.model, config.optimizer)
+    for number in range(args.batches + 2):
+        marks = [now(args.device)]
+        sampler = RolloutSampler(policy, task, config, number, needs=method.needs)
+        collected = measure_columns(policy, method, config, collect(method, sampler), None)
+        credit = method.assign(collected.batch)
+        marks.append(now(args.device))
+        for row_R in method.plan(collected.batch, config.optimizer.updates_per_batch):
+            rows = method.rows(collected.batch, credit, row_R)
+            apply_update(policy.model, optimizer, method, rows, collected, config)
+        marks.append(now(args.device))
+        times.append([b - a for a, b in itertools.pairwise(marks)])
+    return times[2:]
+
+
 def medians(times: Sequence[Sequence[float]], num_members: int) -> dict[str, float]:
     def median(values: Sequence[float]) -> float:
         return round(1000 * statistics.median(values) / num_members, 3)
@@ -108,14 +147,20 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
+def tell(name: str, row: dict[str, float]) -> None:
+    print(f"{name:14}", "  ".join(f"{part} {ms:7.2f}" for part, ms in row.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--members", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--batches", type=int, default=5)
-    parser.add_argument("--methods", nargs="*", default=list(PRESETS))
+    stacked = [name for name in PRESETS if name not in TURNS and shares_stack(make_method(name))]
+    parser.add_argument("--methods", nargs="*", default=stacked)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--runs", type=int, default=0, help="time so many separate runs too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     policy = load_model("bundled")
@@ -125,7 +170,10 @@ def main() -> None:
     rows = {}
     for name in args.methods:
         rows[name] = time_method(name, policy, crew, args)
-        print(f"{name:14}", "  ".join(f"{k} {v:7.2f}" for k, v in rows[name].items()), flush=True)
+        tell(name, rows[name])
+        if args.runs:
+            rows[f"{name}, separate runs"] = time_runs(name, args)
+            tell(f"{args.runs} runs", rows[f"{name}, separate runs"])
     crew.close()
     if args.out:
         facts = {"machine": device_name(), "settings": {k: str(v) for k, v in vars(args).items()}}

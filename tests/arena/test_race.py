@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +20,11 @@ from counterpoise.arena.design import Arm, Design, write_design
 from counterpoise.arena.live import Live
 from counterpoise.arena.page import write_page
 from counterpoise.arena.race import race
-from counterpoise.arena.results import Result, read_activity, read_results
+from counterpoise.arena.results import Result, Run, read_activity, read_results
 from counterpoise.cli import dispatch
+from counterpoise.errors import ConfigError
 from counterpoise.policy import Policy
+from counterpoise.run.own import lock_run
 from counterpoise.trainer import loop
 from counterpoise.trainer.config import Config, load_config
 
@@ -58,7 +62,7 @@ def design(**changes: object) -> Design:
 def run(out: Path, what: Design, **settings: int) -> dict[tuple[object, ...], Result]:
     out.mkdir(exist_ok=True)
     write_design(out, what)
-    race(what, out, Live(quiet=True), **settings)
+    race(what, out, Live(quiet=True), **{"jobs": 1, **settings})
     return {(one.run, one.batch): one for one in read_results(out)}
 
 
@@ -179,6 +183,20 @@ def test_activity_by_turns_is_that_of_a_stack(
         assert len(one.cosine) == 3
         assert apart[name].cosine == pytest.approx(one.cosine, abs=2e-3)
     assert min(min(one.cosine) for one in apart.values()) < 0.9
+
+
+def test_on_a_cpu_runs_are_separate_and_their_activity_is_that_of_a_stack(
+    whole: dict[tuple[object, ...], Result], tmp_path: Path
+) -> None:
+    """A stack is slower there. Until the first update all is the same to the last digit."""
+    results = run(tmp_path / "arena", design())
+    assert set(results) == set(whole)
+    assert len(list((tmp_path / "arena" / "runs").iterdir())) == 6
+    for key, one in results.items():
+        assert one.values["num_updates"] == whole[key].values["num_updates"]
+        if key[1] == 0:
+            assert one.values["sampled"] == whole[key].values["sampled"]
+    assert len(read_activity(tmp_path / "arena")["fade"].cosine) == 3  # not the first five of more
 
 
 def test_runs_that_fit_are_not_stopped_by_their_activity(
@@ -315,6 +333,14 @@ def test_a_run_that_is_stopped_on_request_has_no_result_there(
     assert [one.batch for one in read_results(tmp_path / "arena")] == [0]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_another_process_has_is_no_result(jobs: int, tmp_path: Path) -> None:
+    plan, folder = design(evaluations=(1,)), tmp_path / "arena" / "runs" / "grpo-0.0001-100"
+    with lock_run(folder), pytest.raises(ConfigError, match="is in use by process"):
+        run(tmp_path / "arena", plan, jobs=jobs)
+    assert Run("grpo", 1e-4, 100) not in {one.run for one in read_results(tmp_path / "arena")}
+
+
 def test_an_interrupted_arena_has_a_page_of_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,3 +366,28 @@ def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> Non
     assert {key: result.values for key, result in two.items()} == {
         key: result.values for key, result in one.items()
     }
+
+
+PARENT = """
+import multiprocessing, time
+from counterpoise.arena.crew import end_with_parent
+def child():
+    end_with_parent()
+    print("begun", flush=True)
+    time.sleep(600)
+if __name__ == "__main__":
+    process = multiprocessing.get_context("{method}").Process(target=child)
+    process.start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_end_with_an_arena_that_is_killed(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(method=method))
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "begun\n"
+    parent.kill()
+    parent.communicate(timeout=60)  # the child has the other end too: this waits for its end

@@ -15,8 +15,10 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -171,7 +173,22 @@ class Crew:
 _HOST: Host | None = None  # a fork of the process inherits it
 
 
+def end_with_parent(*ends: Connection) -> None:
+    """This process ends with the one that began it, killed or not, or when one of ``ends`` is
+    closed on the other side: the next command would find its work taken.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_after, args=([parent.sentinel, *ends],), daemon=True).start()
+
+
+def _end_after(signs: Sequence[int | Connection]) -> None:
+    wait(signs)
+    os._exit(1)
+
+
 def _start() -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the arena itself hears Ctrl-C and ends workers
     torch.set_num_threads(1)
 

@@ -41,7 +41,9 @@ from counterpoise.trainer.config import Config
 from counterpoise.trainer.loop import device_of
 
 KEEP_S = 30.0  # seconds between two saved states of a stack
-MEMBERS = {"cpu": 8, "cuda": 64}  # members of a stack
+# members of a stack: on a CPU it has no work to hide, and separate runs are faster
+MEMBERS = {"cpu": 1, "cuda": 64}
+MOST_JOBS = 8  # processes by default: each has the model and torch for itself
 LARGE = 20_000_000  # parameters from which one member fills the device: the trainer is faster then
 APART_BATCHES = 5  # of the activity of runs that cannot be stacked
 UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
@@ -68,18 +70,20 @@ def race(
     *,
     size: int | None = None,
     num_workers: int | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
 ) -> None:
     """Every run of the design that has no result yet.
 
     Args:
-        jobs: runs at a time, of those that cannot share a stack.
+        size: members of a stack; 1 trains every run by itself.
+        jobs: runs at a time, of those that share no stack; by default one, on a CPU one per core.
     """
     config = config_of(design, Run(design.control, design.rates[0], design.seeds[0]))
     with opened(design, out, config, live, size, num_workers, jobs) as arena:
-        if why_alone(arena, config):
-            order = "one after the other" if jobs == 1 else f"{jobs} at a time, a process each"
-            live.say(f"runs {order}: {why_alone(arena, config)}")
+        if (why := why_alone(arena, config)) or arena.size == 1:
+            one = "one after the other"
+            order = one if arena.jobs == 1 else f"{arena.jobs} at a time, a process each"
+            live.say(f"runs {order}: {why or 'no stack'}")
         if not (out / "activity.json").is_file():
             write_json(out / "activity.json", activity(arena))
         run_all(arena, "tuning", tuning_runs(design))
@@ -95,7 +99,7 @@ def opened(
     live: Live,
     size: int | None,
     num_workers: int | None,
-    jobs: int,
+    jobs: int | None,
 ) -> Iterator[Arena]:
     """Task, workers, model: checked before the first run."""
     device, task = device_of(config), make_task(**config.task)
@@ -114,7 +118,8 @@ def opened(
             check_moments(own)
             methods[arm.name] = checked_method(own)
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
-        yield Arena(design, out, policy, crew, methods, members, jobs, live, {})
+        cores = min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cpu" else 1
+        yield Arena(design, out, policy, crew, methods, members, jobs or cores, live, {})
     finally:
         crew.close()
 
@@ -144,9 +149,7 @@ def why_alone(arena: Arena, config: Config) -> str:
 
 
 def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
-    """Train and evaluate these runs, stack by stack; those whose method or model cannot be stacked,
-    by themselves.
-    """
+    """Train and evaluate these runs, stack by stack; those that share none, by themselves."""
     last = arena.design.last
     ended = finished(read_results(arena.out), last)
     left = [run for run in runs if run not in ended]
@@ -159,8 +162,9 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
 
 
 def is_alone(arena: Arena, run: Run) -> bool:
-    config = config_of(arena.design, run)
-    return bool(why_alone(arena, config)) or not shares_stack(arena.methods[run.arm])
+    if arena.size == 1 or not shares_stack(arena.methods[run.arm]):
+        return True
+    return bool(why_alone(arena, config_of(arena.design, run)))
 
 
 def shares_stack(method: Method) -> bool:

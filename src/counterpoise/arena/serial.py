@@ -8,16 +8,19 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from counterpoise.arena.crew import end_with_parent
 from counterpoise.arena.design import Design
 from counterpoise.arena.live import Live
 from counterpoise.arena.results import Run, append_result, read_results
 from counterpoise.arena.runs import config_of
+from counterpoise.errors import ConfigError
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.read import checkpoints, read_jsonl
 from counterpoise.tasks import task as make_task
@@ -42,17 +45,26 @@ def train_apart(design: Design, out: Path, runs: Sequence[Run], live: Live, jobs
 def _stopped(
     design: Design, out: Path, runs: Sequence[Run], jobs: int
 ) -> Iterator[tuple[Run, str]]:
-    """Runs in the order in which they end, and why they stopped; processes share the cores."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(
-        jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
-    )
+    """Runs in the order in which they end, and why they stopped; processes share the cores, and end
+    at once when this does.
+    """
+    threads, (reader, writer) = max(1, (os.cpu_count() or 1) // jobs), Pipe(duplex=False)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_process, (threads, reader))
     waiting = {pool.submit(_train_quietly, design, out, run): run for run in runs}
     try:
         for future in as_completed(waiting):
             yield waiting[future], future.result()
+        pool.shutdown()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        writer.close()
+
+
+def _start_process(num_threads: int, end: Connection) -> None:
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # the arena itself hears Ctrl-C
+    end_with_parent(end)
+    torch.set_num_threads(num_threads)
 
 
 def _train_quietly(design: Design, out: Path, run: Run) -> str:
@@ -76,6 +88,8 @@ def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
                 row = (None if at else known_start(design, out, config)) or train_to(
                     design, config, folder, before, at
                 )
+            except ConfigError:
+                raise  # another process has the folder: this says nothing of the run
             except ValueError as error:
                 reason = str(error)
                 append_result(out, {**run._asdict(), "batch": at, "stopped": reason})

@@ -47,14 +47,16 @@ def arena(
     samples: Annotated[int, typer.Option(min=1, help="Samples per held-out prompt.")] = 4,
     margin: Annotated[float, typer.Option(help="A difference below it does not matter.")] = 0.01,
     members: Annotated[
-        int | None, typer.Option(min=1, help="Trainings side by side; by the device by default.")
+        int | None,
+        typer.Option(min=1, help="Trainings in one stack; 64 by default, on a CPU 1: none."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that make prompts and grade.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Runs at a time, of those that cannot share a stack.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Runs at a time without a stack; 1, on a CPU one per core."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (repeatable).")
     ] = None,
