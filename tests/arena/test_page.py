@@ -55,6 +55,13 @@ def test_the_page_shows_every_arm_best_first_with_its_verdict(folder):
     assert json.loads((folder / "summary.json").read_text())["final"]["family"]
 
 
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_tuning_is_shown_where_rates_were_chosen(is_tuned, tmp_path):
+    fixed = {} if is_tuned else {"rates": (1e-4,), "equal_rate": None, "tuning_seeds": ()}
+    html = render(content(make_arena(tmp_path, make_design(num_seeds=2, **fixed))))
+    assert ('id="tuning"' in html) == ('href="#tuning"' in html) == is_tuned
+
+
 def test_the_page_needs_no_torch(folder):
     code = (
         "import sys; from pathlib import Path; from counterpoise.arena.page import write_page;"

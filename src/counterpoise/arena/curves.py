@@ -40,8 +40,7 @@ class Card(NamedTuple):
 
 
 BAND = (
-    "Mean over the runs that got to the end; band: 95%, Student's t over seeds. At each arm's tuned"
-    " rate."
+    "Mean over the runs that got to the end; band: 95%, Student's t over seeds. At each arm's rate."
 )
 CHARTS = (
     Chart(
