@@ -432,3 +432,19 @@ def test_forward_mode_of_other_architectures(name):
 
     slope_NT = (logp(1e-3) - logp(-1e-3)) / 2e-3
     assert (change_CNT[1] - slope_NT)[MASK_NT].norm() < 2e-3 * slope_NT[MASK_NT].norm()
+
+
+def test_other_parameters_are_at_every_place_of_a_tied_weight_and_go_again():
+    model = tiny("llama", tie_word_embeddings=True)
+    own, other = model.lm_head.weight, torch.zeros_like(model.lm_head.weight)
+    seen = at(
+        model,
+        {"model.embed_tokens.weight": other},
+        lambda m: (m.lm_head.weight, m.model.embed_tokens.weight, m.model.norm.weight),
+    )
+    assert seen[0] is other and seen[1] is other and seen[2] is model.model.norm.weight
+    with pytest.raises(ZeroDivisionError):
+        at(model, {"model.embed_tokens.weight": other}, lambda m: 1 / 0)
+    assert model.lm_head.weight is own and model.model.embed_tokens.weight is own
+    with pytest.raises(KeyError, match="lm_head.weight"):  # its name is that of the embedding
+        at(model, {"lm_head.weight": other}, lambda m: None)

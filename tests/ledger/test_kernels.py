@@ -148,7 +148,7 @@ def test_own_parts_of_fused_layers_are_those_of_plain_layers(name, half):
     def parts(kernels):
         autocast = partial(torch.autocast, DEVICE, HALF, enabled=half)
         packed = chosen[0].rows
-        return own_by_rows(model, rows, params, rates, packed, autocast, kernels)
+        return own_by_rows(model, params, rates, packed, 1.0, autocast, kernels)
 
     with torch.no_grad():
         expected = parts(nullcontext)

@@ -122,7 +122,7 @@ def test_own_is_what_scaling_one_tokens_gradient_does_to_it(tied, kind):
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rows_at_once_equal_one_backward_each(name, settings, temperature, monkeypatch):
+def test_rows_at_once_equal_one_backward_each(name, settings, temperature, monkeypatch, caplog):
     model = tiny(name, **settings)
     params, rows = trainable(model), texts(temperature=temperature)
     expected = own_one_by_one(of_model(model, rows), params, rates(params), TOKENS)
@@ -130,6 +130,8 @@ def test_rows_at_once_equal_one_backward_each(name, settings, temperature, monke
     got = own_of(model, rows, params, rates(params), TOKENS)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
     assert own_module._AGREES[model] == (name != "gpt2")  # whose positions are one row for all
+    slow = [r for r in caplog.records if "backward per token" in r.getMessage()]
+    assert len(slow) == (name == "gpt2")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="there is no C compiler")
@@ -167,9 +169,8 @@ def test_frozen_parameters_and_adapters():
     for chosen in (model, add_lora(tiny("llama"), r=2, alpha=4.0, target_modules="all-linear")):
         params = trainable(chosen)
         expected = own_one_by_one(of_model(chosen, texts()), params, rates(params), TOKENS)
-        got = own_by_rows(
-            chosen, texts(), params, rates(params), one_token_rows(texts(), TOKENS, chosen.device)
-        )
+        packed = one_token_rows(texts(), TOKENS, chosen.device)
+        got = own_by_rows(chosen, params, rates(params), packed)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
         assert got.min() > 0
 
@@ -256,9 +257,7 @@ def test_an_embedding_learns_nothing_from_padding(tied):
     rows = Texts([[0, 2, 2], [2, 0, 5], [3, 0, 0], [4, 4, 4]], IDS_NT, MASK_NT)
     params = trainable(model)
     expected = own_one_by_one(of_model(model, rows), params, rates(params), TOKENS)
-    got = own_by_rows(
-        model, rows, params, rates(params), one_token_rows(rows, TOKENS, model.device)
-    )
+    got = own_by_rows(model, params, rates(params), one_token_rows(rows, TOKENS, model.device))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
 
 

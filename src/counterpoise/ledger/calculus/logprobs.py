@@ -156,9 +156,32 @@ def at(model: nn.Module, params: Params, fn: Callable[[Any], Any]) -> Any:
     >>> at(layer, {"weight": torch.tensor([[3.0]])}, lambda m: m(torch.tensor([2.0]))).item()
     6.0
     """
-    return torch.func.functional_call(
-        _Holder(model), {f"model.{name}": value for name, value in params.items()}, (fn,)
-    )
+    with swapped(model, params):
+        return fn(model)
+
+
+@contextmanager
+def swapped(model: nn.Module, params: Params) -> Iterator[None]:
+    """The model has other parameters for the block, a tied weight at all its places;
+    ``torch.func.functional_call`` does the same and walks through the modules several times.
+    """
+    names: dict[int, str] = {}  # a parameter -> its first name, as in named_parameters
+    places = [
+        (module._parameters, key, names.setdefault(id(own), f"{prefix}.{key}".lstrip(".")), own)
+        for prefix, module in model.named_modules()
+        for key, own in module._parameters.items()
+        if own is not None
+    ]
+    if unknown := params.keys() - names.values():
+        raise KeyError(f"{type(model).__name__} has no parameters {sorted(unknown)}")
+    held: Any
+    try:
+        for held, key, name, own in places:
+            held[key] = params.get(name, own)
+        yield
+    finally:
+        for held, key, _, own in places:
+            held[key] = own
 
 
 def of_model(
@@ -286,16 +309,3 @@ def maths_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(current)
-
-
-class _Holder(nn.Module):
-    """A model under one name more: ``functional_call`` swaps parameters of a module and calls its
-    forward.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, fn: Callable[[Any], Any]) -> Any:
-        return fn(self.model)

@@ -87,10 +87,8 @@ def own_parts(
     if not tokens:
         return next(iter(params.values())).new_zeros(0)
     if len(tokens) > 1 and can_batch(model, texts, params, tokens[:2], autocast, kernels):
-        how = (params, response)
-        return torch.cat(
-            [own_by_rows(model, texts, *how, some.rows, autocast, kernels) for some in chosen]
-        )
+        how = (texts.temperature, autocast, kernels)
+        return torch.cat([own_by_rows(model, params, response, some.rows, *how) for some in chosen])
     return own_one_by_one(of_model(model, texts, autocast), params, response, tokens)
 
 
@@ -153,17 +151,17 @@ def own_one_by_one(
 
 def own_by_rows(
     model: PreTrainedModel,
-    texts: Texts,
     params: Params,
     response: Response,
     rows: Packed,
+    temperature: float = 1.0,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """The same in one forward and backward; ``CannotBatch`` where a layer does not allow it."""
     leaves = _leaves(params)
     with evaluating(model), eager(model), autocast(), kernels(), torch.enable_grad():
-        return at(model, leaves, lambda m: _own(m, rows, leaves, response, texts.temperature))
+        return at(model, leaves, lambda m: _own(m, rows, leaves, response, temperature))
 
 
 def one_token_rows(texts: Texts, tokens: Sequence[Token], device: torch.device) -> Packed:
@@ -187,15 +185,21 @@ def can_batch(
     if model not in _AGREES:
         unit: Response = dict.fromkeys(params, 1.0)
         expected = own_one_by_one(of_model(model, texts, autocast), params, unit, tokens)
+        why = "its rows together give other numbers"
         try:
             rows = one_token_rows(texts, tokens, model.device)
-            parts = own_by_rows(model, texts, params, unit, rows, autocast, kernels)
+            parts = own_by_rows(model, params, unit, rows, texts.temperature, autocast, kernels)
             _AGREES[model] = bool(((parts - expected).abs() <= 0.05 * expected.abs()).all())
         except torch.OutOfMemoryError:
             raise
-        except (CannotBatch, RuntimeError) as why:  # torch has no narrower type for what lacks vmap
-            log.info("%s: own parts take a backward per token: %s", type(model).__name__, why)
-            _AGREES[model] = False
+        except (
+            CannotBatch,
+            RuntimeError,
+        ) as error:  # torch has no narrower type for a lack of vmap
+            _AGREES[model], why = False, str(error)
+        if not _AGREES[model]:
+            name = type(model).__name__
+            log.warning("%s: own parts take a backward per token, which is slow: %s", name, why)
     return _AGREES[model]
 
 
