@@ -18,14 +18,13 @@ import json
 import multiprocessing
 import os
 import statistics
-import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from machine import device_name
+from machine import device_name, now
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from counterpoise.arena.batch import bench_of
@@ -92,11 +91,11 @@ def time_method(
     members = [Member(recipe(seed, name, args), method) for seed in range(args.members)]
     bench, times = bench_of(stack_of(policy.model, args.members), crew), []
     for number in range(args.batches + 2):
-        marks = [now(args.device)]
+        marks = [now()]
         collected = collect_stack(bench, members, number)
-        marks.append(now(args.device))
+        marks.append(now())
         apply_updates(bench, members, collected)
-        marks.append(now(args.device))
+        marks.append(now())
         for member, prepared in zip(members, collected.prepared):
             member.state, member.num_prompts = prepared.state, member.num_prompts + 32
         times.append([b - a for a, b in itertools.pairwise(marks)])
@@ -120,15 +119,15 @@ def time_run(name: str, seed: int, args: argparse.Namespace) -> list[list[float]
     policy, times = small_llama(load_model("bundled"), args.device), []
     optimizer = adamw(policy.model, config.optimizer)
     for number in range(args.batches + 2):
-        marks = [now(args.device)]
+        marks = [now()]
         sampler = RolloutSampler(policy, task, config, number, needs=method.needs)
         collected = measure_columns(policy, method, config, collect(method, sampler), None)
         credit = method.assign(collected.batch)
-        marks.append(now(args.device))
+        marks.append(now())
         for row_R in method.plan(collected.batch, config.optimizer.updates_per_batch):
             rows = method.rows(collected.batch, credit, row_R)
             apply_update(policy.model, optimizer, method, rows, collected, config)
-        marks.append(now(args.device))
+        marks.append(now())
         times.append([b - a for a, b in itertools.pairwise(marks)])
     return times[2:]
 
@@ -139,12 +138,6 @@ def medians(times: Sequence[Sequence[float]], num_members: int) -> dict[str, flo
 
     parts = {name: median([row[k] for row in times]) for k, name in enumerate(PARTS)}
     return {"total": median([sum(row) for row in times]), **parts}
-
-
-def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def tell(name: str, row: dict[str, float]) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import device_name
+from machine import device_name, now
 from torch import Tensor
 
 from counterpoise import TokenBatch
@@ -350,14 +350,6 @@ def shares(args: argparse.Namespace, chosen: list[Case], clock: Clock) -> list[d
     return rows
 
 
-def synced(now: Callable[[], float]) -> Callable[[], float]:
-    def read() -> float:
-        torch.cuda.synchronize()
-        return now()
-
-    return read if torch.cuda.is_available() else now
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rollouts", type=int, default=512)
@@ -384,7 +376,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen, clock = (
         cases(args.rules),
-        Clock(time.process_time if args.cpu_time else synced(time.perf_counter), args.repeats),
+        Clock(time.process_time if args.cpu_time else now, args.repeats),
     )
     if args.share_of:
         rows = shares(args, chosen, clock)

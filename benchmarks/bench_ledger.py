@@ -30,11 +30,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import device_name, peak
+from machine import device_name, now, peak
 
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
@@ -316,12 +317,7 @@ def kernel(sizes: list[int], clock: Callable[[], float]) -> dict[str, float]:
 
 
 def clock_of(args: argparse.Namespace) -> Callable[[], float]:
-    def clock() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.process_time() if args.cpu_time else time.perf_counter()
-
-    return clock
+    return partial(now, time.process_time if args.cpu_time else time.perf_counter)
 
 
 def arguments() -> argparse.Namespace:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from flops import PEAK_FLOPS, update_flops
-from machine import device_name, peak
+from machine import device_name, now, peak
 
 TRL = ("trl", "trl vllm")
 OURS = ("ours", "ours plain", "ours compiled", "ours delta")
@@ -315,12 +315,6 @@ def trl(args: argparse.Namespace) -> dict[str, Any]:
 
 def differences(times: list[float]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import device_name
+from machine import device_name, now
 from torch import Tensor
 
 from counterpoise.catalogue.registry import method as make_method
@@ -99,9 +98,9 @@ def account_thrice(
         rows = method.rows(collected.batch, credit, row_R)
         update = apply_update(policy.model, optimizer, method, rows, collected, config)
         for who, book in books.items():
-            start = clock()
+            start = now()
             book.after(update.rows, update.loss, update.clip_factor)
-            seconds[who] += (clock() - start) * (number > 0)
+            seconds[who] += (now() - start) * (number > 0)
     for book in books.values():
         book.columns["mask"] = collected.batch.mask_NT.cpu()
         book.columns["residual"] = book.columns["delta"] - book.columns["predicted"]
@@ -152,12 +151,6 @@ def closure(columns: dict[str, Tensor]) -> float:
     parts = [column for name, column in columns.items() if name.startswith("part_sign")]
     gap = torch.stack(parts).sum(0) - columns["predicted"]
     return float(gap.nan_to_num(0).abs().max())
-
-
-def clock() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def arguments() -> argparse.Namespace:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +16,13 @@ def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
+
+
+def now(read: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds on a clock, once an accelerator has come to rest."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return read()
 
 
 def peak() -> int:
