@@ -336,7 +336,7 @@ def test_a_run_that_is_stopped_on_request_has_no_result_there(
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_run_that_another_process_has_is_no_result(jobs: int, tmp_path: Path) -> None:
     plan, folder = design(evaluations=(1,)), tmp_path / "arena" / "runs" / "grpo-0.0001-100"
-    with lock_run(folder), pytest.raises(ConfigError, match="is in use by process"):
+    with lock_run(folder), pytest.raises(ConfigError, match="in use by process .* another --out"):
         run(tmp_path / "arena", plan, jobs=jobs)
     assert Run("grpo", 1e-4, 100) not in {one.run for one in read_results(tmp_path / "arena")}
 

@@ -88,8 +88,8 @@ def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
                 row = (None if at else known_start(design, out, config)) or train_to(
                     design, config, folder, before, at
                 )
-            except ConfigError:
-                raise  # another process has the folder: this says nothing of the run
+            except ConfigError as error:  # another process has the folder: no result of the run
+                raise ConfigError(f"{error} For an arena: another --out.") from None
             except ValueError as error:
                 reason = str(error)
                 append_result(out, {**run._asdict(), "batch": at, "stopped": reason})

@@ -192,10 +192,7 @@ def can_batch(
             _AGREES[model] = bool(((parts - expected).abs() <= 0.05 * expected.abs()).all())
         except torch.OutOfMemoryError:
             raise
-        except (
-            CannotBatch,
-            RuntimeError,
-        ) as error:  # torch has no narrower type for a lack of vmap
+        except (CannotBatch, RuntimeError) as error:  # what lacks vmap has no narrower type
             _AGREES[model], why = False, str(error)
         if not _AGREES[model]:
             name = type(model).__name__
