@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import shutil
 from contextlib import nullcontext
 
@@ -225,12 +227,31 @@ def test_without_a_compiler_torch_does_the_work(fresh, monkeypatch):
 @native
 @pytest.mark.parametrize("name", ["add_norm_back", "open_gate", "attention_back"])
 def test_wrong_numbers_are_noticed(name, fresh, monkeypatch):
+    leave_out(name, lambda *_: None, monkeypatch)
+    assert not check.agrees(4, 2, 4, 16, 24)
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+@native
+def test_a_checked_kernel_writes_where_no_number_is(fresh, monkeypatch):
+    """Memory used before may hold the right numbers: one left out would go unnoticed."""
+    seen = []
+
+    def look(gate, up, out, *_):
+        seen.append(ctypes.c_float.from_address(out).value)
+
+    leave_out("open_gate", look, monkeypatch)
+    assert not check.agrees(4, 2, 4, 16, 24)
+    assert seen and all(map(math.isnan, seen))
+
+
+def leave_out(name, instead, monkeypatch):
+    """Another function in the place of a kernel."""
     right = cpu.library()
 
     class Wrong:
         def __getattr__(self, other):
-            return (lambda *_: None) if other == name else getattr(right, other)
+            return instead if other == name else getattr(right, other)
 
     for module in (cpu, cpu_attention):
         monkeypatch.setattr(module, "library", Wrong)
-    assert not check.agrees(4, 2, 4, 16, 24)
