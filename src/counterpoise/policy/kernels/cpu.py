@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.policy.kernels.build import address, load_library
+from counterpoise.policy.kernels.gate import differentiable
 
 log = logging.getLogger("counterpoise.policy")
 ARGUMENTS = {
@@ -78,16 +79,6 @@ def add_norm(
     return _AddNorm.apply(x, change, weight_D, eps, num_copies)  # pyright: ignore[reportReturnType]
 
 
-def open_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
-    return _Gate.apply(gate, up)  # pyright: ignore[reportReturnType]
-
-
-def open_joined_gate(gate_up: Tensor) -> Tensor:
-    """The same of one tensor whose rows are gate and up, one after the other."""
-    return _JoinedGate.apply(gate_up)  # pyright: ignore[reportReturnType]
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,40 +126,6 @@ class _AddNorm(torch.autograd.Function):
         return d_x, d_x if ctx.has_change else None, d_weight_D, None, None
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return _opened(gate, up)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        _open_back(gate, up, d_out, d_gate, d_up)
-        return d_gate, d_up
-
-
-class _JoinedGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        return _opened(*gate_up.chunk(2, -1))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        d_gate_up = torch.empty_like(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        d_gate, d_up = d_gate_up.chunk(2, -1)
-        _open_back(gate, up, d_out, d_gate, d_up)
-        return d_gate_up
-
-
 def _opened(gate: Tensor, up: Tensor) -> Tensor:
     step, size = gate.stride(-2), gate.shape[-1]
     out = gate.new_empty(gate.shape)
@@ -182,7 +139,7 @@ def _opened(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _open_back(gate: Tensor, up: Tensor, d_out: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
-    step, size, d_out = gate.stride(-2), gate.shape[-1], d_out.contiguous()
+    step, size = gate.stride(-2), gate.shape[-1]
 
     def run(_: int, first: int, last: int) -> None:
         gate_at, up_at, to_gate, to_up = (
@@ -197,3 +154,6 @@ def _open_back(gate: Tensor, up: Tensor, d_out: Tensor, d_gate: Tensor, d_up: Te
 def _from(tensor: Tensor | None, place: int) -> int | None:
     """The address of a number of a float32 tensor."""
     return None if tensor is None else tensor.data_ptr() + 4 * place
+
+
+open_gate, open_joined_gate = differentiable(_opened, _open_back)

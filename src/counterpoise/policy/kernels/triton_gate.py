@@ -4,57 +4,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from counterpoise.policy.kernels.gate import differentiable
+
 BLOCK = 512
 
 
-def open_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``; the first factor is rounded to its dtype, as torch does."""
-    return _Gate.apply(gate, up)
-
-
-def open_joined_gate(gate_up: Tensor) -> Tensor:
-    """The same of one tensor whose rows are gate and up, one after the other."""
-    return _JoinedGate.apply(gate_up)
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return _opened(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        _open_back(gate, up, d_out, d_gate, d_up)
-        return d_gate, d_up
-
-
-class _JoinedGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        return _opened(*gate_up.chunk(2, -1))
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        d_gate_up = torch.empty_like(gate_up)
-        _open_back(*gate_up.chunk(2, -1), d_out, *d_gate_up.chunk(2, -1))
-        return d_gate_up
-
-
 def _opened(gate: Tensor, up: Tensor) -> Tensor:
+    """The first factor is rounded to its dtype, as torch does."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     _forward[_grid(gate)](gate, up, out, gate.stride(-2), gate.shape[-1], BLOCK)
@@ -63,7 +24,7 @@ def _opened(gate: Tensor, up: Tensor) -> Tensor:
 
 def _open_back(gate: Tensor, up: Tensor, d_out: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
     step, size = gate.stride(-2), gate.shape[-1]
-    _backward[_grid(gate)](gate, up, d_out.contiguous(), d_gate, d_up, step, size, BLOCK)
+    _backward[_grid(gate)](gate, up, d_out, d_gate, d_up, step, size, BLOCK)
 
 
 def _grid(gate: Tensor) -> tuple[int, int]:
@@ -96,3 +57,6 @@ def _backward(gate_ptr, up_ptr, d_out_ptr, d_gate_ptr, d_up_ptr, step, size, BLO
     d_gate = d_out * up * share * (1 + gate * (1 - share))
     tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=here)
     tl.store(d_up_ptr + at, (d_out * opened).to(d_up_ptr.dtype.element_ty), mask=here)
+
+
+open_gate, open_joined_gate = differentiable(_opened, _open_back)
