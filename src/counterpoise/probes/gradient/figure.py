@@ -18,6 +18,7 @@ PANELS = {
     "cosine_of_mean": "mean update: cosine",
     "worth": "worth, plain rollouts",
 }
+MOST = 1_000_000  # rollouts that are told
 HEAD = ["method", "cosine", "- control", "of the mean", "worth", "with control", "verdict"]
 
 
@@ -43,12 +44,20 @@ def sheet(numbers: dict[str, Any]) -> Sheet:
 
 
 def worth_text(worth: dict[str, Any]) -> str:
-    """Rollouts, whole ones."""
+    """Rollouts, whole ones; an end beyond a million says no more than that there is none.
+
+    >>> worth_text({"mean": 171.2, "low": 150.0, "high": 4.3e15})
+    '171 [150, > 1,000,000]'
+    """
     mean, low, high = (worth[name] for name in ("mean", "low", "high"))
     if mean is None:
         return "-"
-    bounds = "" if low is None or high is None else f" [{low:,.0f}, {high:,.0f}]"
-    return f"{mean:,.0f}{bounds}"
+    bounds = "" if low is None or high is None else f" [{_count(low)}, {_count(high)}]"
+    return f"{_count(mean)}{bounds}"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number <= MOST else f"> {MOST:,}"
 
 
 def notes(numbers: dict[str, Any]) -> list[str]:
