@@ -20,8 +20,8 @@ from counterpoise.catalogue.method import Method
 from counterpoise.errors import nearest
 from counterpoise.probes.fresh import Forward, fresh_batch, read_as_run, states_after, warm_states
 from counterpoise.probes.gradient.batches import batch_rows
-from counterpoise.probes.gradient.show import figure, sheet
 from counterpoise.probes.gradient.numbers import LEAST_BATCHES, numbers_of
+from counterpoise.probes.gradient.show import figure, sheet
 from counterpoise.probes.gradient.truth import (
     Truth,
     add_chunk,
