@@ -40,8 +40,7 @@ def view(
     The rollouts of a prompt stand side by side, coloured by credit, change, entropy, cancellation.
     Serves the run folder on this machine alone until Ctrl-C.
 
-    Example: `counterpoise view runs/demo`, `counterpoise view runs`, `counterpoise view runs/demo
-    --export pages`
+    Example: `counterpoise view runs/demo`
     """
     from counterpoise.run.read import open_run
 
