@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import counterpoise.credit
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -194,6 +196,19 @@ def test_presets_that_depart_from_their_authors_code_say_so(name):
     section = text.partition("## Differs from the authors' code\n")[2].partition("\n## ")[0]
     assert f"`{name}`" in section or f'cp.method("{name}")' in text
     assert section.strip()
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "methods").glob("*.md")), ids=lambda page: page.stem
+)
+def test_a_method_page_names_every_parameter_of_its_rule(page):
+    text = page.read_text()
+    names = re.findall(
+        r"`counterpoise\.credit\.(\w+)`", text.partition("**Code.**")[2].split("\n")[0]
+    )
+    for rule in filter(None, (getattr(counterpoise.credit, name, None) for name in names[:1])):
+        missing = [name for name in rule.parameters if f"`{name}`" not in text]
+        assert not missing, rule
 
 
 def test_the_site_lists_every_page():
