@@ -34,6 +34,18 @@ OFFERS = frozenset(
 # a reward of at least this much is a success, where neither the task nor the method says otherwise
 SUCCESS = 0.5
 
+
+def success_of(task: Mapping[str, Any]) -> float | None:
+    """The threshold of a recipe's ``task``, None where nothing was said.
+
+    >>> success_of({"name": "arithmetic"}), success_of({"name": "code"})
+    (None, 1.0)
+    """
+    # a program is right where all its tests hold
+    given = task.get("success", 1.0 if task.get("name") == "code" else None)
+    return None if given is None else float(given)
+
+
 # what a stage may declare of itself: a bool, or a function of its parameters that gives one
 FACTS = {
     "needs_groups": "compares the rollouts of a prompt: one rollout per prompt is an error",

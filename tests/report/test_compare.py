@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import typer
+import yaml
 from scipy import stats as scipy_stats
 from typer.testing import CliRunner
 
@@ -68,6 +70,49 @@ def test_a_difference_over_seeds_is_welchs(tmp_path):
     assert line.difference[1:] == pytest.approx(tuple(want.confidence_interval(0.95)), abs=1e-9)
     assert line.difference_over == "seeds"
     assert line.verdict == "better"
+
+
+def test_copies_of_a_run_are_no_seeds(tmp_path):
+    paths = make_runs(tmp_path, ("grpo", "delta"), 1)
+    copies = [shutil.copytree(path, path.with_name(f"copy-{path.name}")) for path in paths]
+    result = compare_groups([*paths, *copies, paths[0]])
+    assert [line.seeds for line in result.lines] == [1, 1]
+    assert result.lines[1].verdict in ("no verdict: one seed", "within noise (one seed)")
+    assert "copy-grpo-0 has the seed of grpo-0 (0) and is left out." in result.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"task": {"name": "sums"}}, "no verdict: other task or evaluation"),
+        ({"eval": {"every": 2, "prompts": 7}}, "no verdict: other task or evaluation"),
+        ({"optimizer": {"lr": 0.5}}, "better"),
+    ],
+)
+def test_what_else_differs_is_said_and_another_task_has_no_verdict(tmp_path, change, verdict):
+    paths = make_runs(tmp_path, ("grpo", "delta"), 3)
+    for path, value in zip(paths, (0.5, 0.51, 0.52, 0.7, 0.71, 0.72)):
+        set_final(path, value)
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        more = change if "delta" in path.name else {}
+        (path / "config.yaml").write_text(yaml.safe_dump(config | more))
+    result = compare_groups(paths)
+    assert result.lines[1].verdict == verdict
+    assert any(f" in {next(iter(change))}." in note for note in result.notes)
+
+
+def test_prompts_of_graded_rewards_count_as_right_or_not(tmp_path):
+    """One run per side, so the difference is over prompts: rewards of 3 are right, 2 is not."""
+    paths = make_runs(tmp_path, ("grpo", "delta"), 1)
+    for path, rewards in zip(paths, ([2, 2, 2, 3], [3, 3, 3, 2])):
+        set_final(path, rewards.count(3) / 4)
+        rows = [json.loads(line) for line in (path / "evals.jsonl").read_text().splitlines()]
+        rows[-1]["reward_PK"] = [[reward] for reward in rewards]
+        (path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        task = {**config.get("task", {}), "success": 3.0}
+        (path / "config.yaml").write_text(yaml.safe_dump(config | {"task": task}))
+    assert compare_groups(paths).lines[1].difference.mean == pytest.approx(0.5)
 
 
 def test_more_methods_need_more_to_be_better(tmp_path):

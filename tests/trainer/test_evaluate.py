@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from counterpoise.maths.intervals import over_prompts
-from counterpoise.trainer.evaluate import difference, held_out, pass_at_k, powers_of_two
+from counterpoise.policy import load_model
+from counterpoise.tasks import task as make_task
+from counterpoise.trainer.config import parse_config
+from counterpoise.trainer.evaluate import (
+    difference,
+    eval_metrics,
+    evaluate,
+    held_out,
+    pass_at_k,
+    powers_of_two,
+)
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets():
@@ -62,9 +72,35 @@ def test_a_run_s_gain_is_over_the_same_prompts():
     assert first is not None and last is not None and gain is not None
     assert (first.mean, last.mean, gain.mean) == (0.5, 0.625, pytest.approx(0.125))
     assert 0 < gain.low < 0.125 < gain.high <= 0.25
+    graded = held_out([row(0.0, 2.0, 2.0), row(2.0, 2.0, 3.0)], success=3.0)
+    assert graded.gain is not None and graded.gain.mean == pytest.approx(1 / 3)
     assert held_out([]) == (None, None, None)
     assert held_out([row(*before)]).gain is None
     assert held_out([row(*before), row(*after[:-1])]).gain is None  # other prompts
+
+
+def test_accuracy_is_the_share_of_right_answers_whatever_they_earn():
+    """Rewards of 2 and 3: all earn, those of 3 are right; the mean is told beside it."""
+    policy, task = load_model("bundled"), make_task("arithmetic", difficulty="easy")
+
+    class Paid:
+        is_trusted = True  # graded here: a local class does not travel
+
+        def prompts(self, *args, **kwargs):
+            return task.prompts(*args, **kwargs)
+
+        def reward(self, prompt, text):
+            return 2.0 + task.reward(prompt, text)
+
+    plain, paid = (
+        evaluate(policy, one, parse_config({"task": {"name": "arithmetic", **more}}), prompts=12)
+        for one, more in ((task, {}), (Paid(), {"success": 3.0}))
+    )
+    assert plain.accuracy == paid.accuracy and 0 < plain.accuracy.mean < 1
+    assert paid.mean_reward == pytest.approx(2 + plain.mean_reward)
+    numbers = eval_metrics(paid)
+    assert numbers["eval/accuracy"] == plain.mean_reward
+    assert numbers["eval/reward"] == paid.mean_reward
 
 
 def test_powers_of_two():

@@ -45,11 +45,11 @@ def evaluate_stack(
     temperature = config.eval.temperature or 1.0
     sampled = score(bench, members, questions, samples, temperature)
     greedy = score(bench, members, questions, 1, 0.0)
-    is_right_SPK = sampled.reward_SPK >= config.success
+    is_right_SPK, is_best_SPK = (one.reward_SPK >= config.success for one in (sampled, greedy))
     return [
         {
-            "sampled": float(sampled.reward_SPK[s].mean()),
-            "greedy": float(greedy.reward_SPK[s].mean()),
+            "sampled": float(is_right_SPK[s].mean()),
+            "greedy": float(is_best_SPK[s].mean()),
             **{f"pass@{k}": pass_at_k(is_right_SPK[s], k) for k in powers_of_two(samples) if k > 1},
             "entropy": float(sampled.entropy_S[s]),
             "length": float(sampled.length_S[s]),

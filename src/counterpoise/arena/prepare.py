@@ -20,6 +20,7 @@ from counterpoise.arena.crew import Host, Job, Shelf, judge
 from counterpoise.arena.member import Member
 from counterpoise.catalogue.method import Method
 from counterpoise.rollouts import RolloutBatch
+from counterpoise.stage import success_of
 from counterpoise.trainer.warn import said_by_us
 from counterpoise.types import Rows, TokenBatch
 
@@ -83,7 +84,7 @@ def settings_of(member: Member, batch_number: int) -> Settings:
         batch_number,
         config.optimizer.updates_per_batch,
         config.rollouts.max_new_tokens,
-        config.task.get("success"),
+        success_of(config.task),
     )
 
 

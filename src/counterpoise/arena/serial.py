@@ -156,8 +156,8 @@ def scores(design: Design, config: Config, policy: Policy) -> dict[str, float]:
     sampled = evaluate(policy, task, config, prompts=num, samples=samples, temperature=temperature)
     greedy = evaluate(policy, task, config, prompts=num, temperature=0.0)
     return {
-        "sampled": float(sampled.reward_PK.mean()),
-        "greedy": float(greedy.reward_PK.mean()),
+        "sampled": sampled.accuracy.mean,
+        "greedy": greedy.accuracy.mean,
         **{f"pass@{k}": value for k, value in sampled.pass_at.items() if k > 1},
         "entropy": sampled.mean_entropy,
         "length": sampled.mean_length,

@@ -66,7 +66,9 @@ def eval_(
         with waiting(f"evaluating {name}"):
             results[name] = _evaluate(name, recipe, settings)
     paired = (
-        difference(results[against].reward_PK, results[model].reward_PK, seed) if against else None
+        difference(results[against].is_right_PK, results[model].is_right_PK, seed)
+        if against
+        else None
     )
     if json_:
         out: dict[str, object] = {name: _as_json(result) for name, result in results.items()}
@@ -115,6 +117,7 @@ def _as_json(result: Evaluation) -> dict[str, object]:
     return {
         **result._asdict(),
         "reward_PK": result.reward_PK.tolist(),
+        "is_right_PK": result.is_right_PK.tolist(),
         "texts": None,
         "samples": None,
     }
@@ -131,8 +134,10 @@ def _line(name: str, result: Evaluation, settings: Settings) -> str:
     mean, low, high = (100 * x for x in result.accuracy)
     passed = "".join(f"  pass@{k} {100 * v:.1f}%" for k, v in result.pass_at.items() if k > 1)
     kind = "greedy" if settings["temperature"] == 0 else f"avg@{settings['samples']}"
+    is_graded = bool((result.reward_PK != result.is_right_PK).any())
+    reward = f"  reward {result.mean_reward:.3f}" if is_graded else ""
     return (
-        f"{name}: {kind} {mean:.1f}% [{low:.1f}, {high:.1f}]{passed}"
+        f"{name}: {kind} {mean:.1f}% [{low:.1f}, {high:.1f}]{passed}{reward}"
         f"  ({settings['prompts']} prompts, {result.mean_length:.0f} tokens)"
     )
 

@@ -23,6 +23,7 @@ from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
 from counterpoise.run.read import batch_files, check_current, checkpoints
 from counterpoise.run.rollouts import read_rollouts
+from counterpoise.stage import success_of
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.collect import measure_columns
 from counterpoise.trainer.config import Config, load_config
@@ -171,7 +172,7 @@ def saved_batch(run_dir: Path, batch_number: int, config: Config, policy: Policy
         for name, value in vars(collected.batch).items()
         if isinstance(value, Tensor)
     }
-    success = config.task.get("success")
+    success = success_of(config.task)
     return collected._replace(batch=collected.batch.replace(**columns, success=success))
 
 

@@ -26,12 +26,16 @@ from counterpoise.report.runs import (
     final,
     final_of,
     is_share,
+    seed_of,
     series_of,
+    settings_of,
 )
 from counterpoise.run.read import RunFolder
 from counterpoise.text import percent, points, visible, with_interval
 
 ACCURACY = "eval/accuracy"
+SAME = ("task.", "eval.")  # settings that have to be equal for numbers to mean the same
+MOST = 8  # settings that a note names
 
 
 class Reach(NamedTuple):
@@ -109,6 +113,8 @@ def comparison(
         if len(g.runs) > len(k.runs)
     ]
     comparable = [group for group in comparable if group.runs]
+    comparable, repeated = _of_distinct_seeds(comparable)
+    notes += repeated
     if not comparable:
         raise ValueError(
             f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean."
@@ -118,7 +124,7 @@ def comparison(
     count = sum(_obstacle(group, base, metric) == "" for group in comparable if group is not base)
     lines = [_line(group, base, metric, threshold, count) for group in comparable]
     return Comparison(
-        metric, base.label, threshold, lines, notes + _caveats(comparable, metric, count)
+        metric, base.label, threshold, lines, notes + _caveats(comparable, base, metric, count)
     )
 
 
@@ -211,7 +217,30 @@ def _obstacle(group: Group, base: Group, metric: str) -> str:
     """Why two groups cannot be held against each other; empty if they can."""
     if any(map(_missing, [*group.runs, *base.runs])):
         return "no verdict: unfinished"
+    if any(path.startswith(SAME) for path in _apart(group, base)):
+        return "no verdict: other task or evaluation"
     return "" if len(_ends([group, base], metric)) == 1 else "no verdict: other length"
+
+
+def _apart(group: Group, base: Group) -> list[str]:
+    """Settings by which two groups differ, those of the method left out."""
+    ours, theirs = (settings_of(side.runs[0]) for side in (group, base))
+    paths = [path for path in {**theirs, **ours} if path.partition(".")[0] != "method"]
+    return [path for path in paths if ours.get(path) != theirs.get(path)]
+
+
+def _of_distinct_seeds(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+    """Of runs with one seed the first alone, and notes on the others: a copy is no evidence."""
+    out, notes = [], []
+    for group in groups:
+        first: dict[object, RunFolder] = {}
+        for run in group.runs:
+            seed = seed_of(run)
+            kept = first.setdefault(run.path if seed is None else seed, run)
+            if kept is not run:
+                notes.append(f"{run.name} has the seed of {kept.name} ({seed}) and is left out.")
+        out.append(Group(group.label, list(first.values())))
+    return out, notes
 
 
 def _missing(run: RunFolder) -> str:
@@ -247,7 +276,7 @@ def _baseline(groups: Sequence[Group], label: str | None) -> Group:
     raise ValueError(f"compare: no group {label!r}. {nearest(label, known)}")
 
 
-def _caveats(groups: Sequence[Group], metric: str, count: int) -> list[str]:
+def _caveats(groups: Sequence[Group], base: Group, metric: str, count: int) -> list[str]:
     notes = []
     short = [_missing(run) for group in groups for run in group.runs if _missing(run)]
     if short:
@@ -258,6 +287,11 @@ def _caveats(groups: Sequence[Group], metric: str, count: int) -> list[str]:
         notes.append(
             f"Runs end at different batches ({text}): final values are not at equal budgets."
         )
+    for group in groups:
+        if apart := _apart(group, base):
+            more = f" and {len(apart) - MOST} more" if len(apart) > MOST else ""
+            named = ", ".join(apart[:MOST])
+            notes.append(f"{group.label} differs from {base.label} in {named}{more} too.")
     if count > 1:
         notes.append(
             f"{count} comparisons: the intervals of all differences hold together at 95%"
@@ -300,8 +334,8 @@ def _range(values: list[float]) -> Interval:
 
 
 def _by_prompt(group: Group, metric: str) -> np.ndarray | None:
-    """Held-out reward of each prompt at the last evaluation, mean over the runs; None where the
-    files do not have it.
+    """Share of right answers to each prompt at the last evaluation, mean over the runs; None where
+    the files do not have it.
     """
     rows = [_prompts(run) for run in group.runs] if metric == ACCURACY else []
     if not rows or len({len(row) for row in rows}) != 1 or len(rows[0]) < 2:
@@ -315,7 +349,7 @@ def _prompts(run: RunFolder) -> list[float]:
         key=lambda row: row["batch"],
         default={"reward_PK": []},
     )
-    return [float(np.mean(samples)) for samples in last["reward_PK"]]
+    return [float(np.mean(np.array(row) >= run.success)) for row in last["reward_PK"]]
 
 
 def _is_rewards(value: object) -> bool:

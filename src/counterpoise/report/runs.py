@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -62,7 +62,7 @@ def group_runs(runs: list[RunFolder]) -> list[Group]:
     """Runs by configuration; the label is the method, with the settings that tell equal methods
     apart.
     """
-    settings = [_settings(run.config) for run in runs]
+    settings = [settings_of(run) for run in runs]
     by_key: dict[str, list[int]] = {}
     for at, own in enumerate(settings):
         by_key.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(at)
@@ -201,8 +201,9 @@ def curve_over(runs: list[pd.Series]) -> Curve | None:
     return Curve(table.index.to_numpy(), mean, low, high, runs, "seeds")
 
 
-def _settings(config: dict[str, Any]) -> dict[str, object]:
-    leaves = islice(_leaves("", config), MAX_SETTINGS)
+def settings_of(run: RunFolder) -> dict[str, object]:
+    """What decides what a run learns, by path: ``{"optimizer.lr": 1e-4, ...}``."""
+    leaves = islice(_leaves("", run.config), MAX_SETTINGS)
     return {
         path: value
         for path, value in leaves

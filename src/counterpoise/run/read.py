@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from counterpoise.run.files import batch_of
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS, RENAMED_KEYS, SAME_FILES, SCHEMA_VERSION
-from counterpoise.stage import SUCCESS
+from counterpoise.stage import SUCCESS, success_of
 from counterpoise.text import load_yaml, visible
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ class RunFolder:
     def success(self) -> float:
         """A reward of at least this much is a success (``task.success`` of the recipe)."""
         task = self.config.get("task")
-        value = task.get("success") if isinstance(task, dict) else None
-        return float(value) if isinstance(value, (int, float)) else SUCCESS
+        if not isinstance(task, dict) or not isinstance(task.get("success", 0), (int, float)):
+            return SUCCESS
+        given = success_of(task)
+        return SUCCESS if given is None else given
 
     @functools.cached_property
     def metrics(self) -> pd.DataFrame:

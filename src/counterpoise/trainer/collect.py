@@ -18,7 +18,7 @@ from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import Completions, RolloutBatch
 from counterpoise.sampling import SAMPLED
 from counterpoise.sampling.draw import share_openings, uniforms
-from counterpoise.stage import call
+from counterpoise.stage import call, success_of
 from counterpoise.tasks import Grades, Task, grade
 from counterpoise.trainer.checks import SCORE, VALUE, check_one_turn, check_scores
 from counterpoise.trainer.completions import State, complete_states
@@ -113,7 +113,7 @@ class RolloutSampler:
         success: float | None = None,
     ) -> None:
         self.policy, self.task, self.config = policy, task, config
-        self.success = config.task.get("success") if success is None else success
+        self.success = success_of(config.task) if success is None else success
         self.batch_number, self.start, self.needs, self.num_rounds = batch_number, start, needs, 0
         self.num_more, self.num_more_tokens, self.more_s = 0, 0, 0.0
 

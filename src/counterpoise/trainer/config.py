@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from counterpoise.errors import ConfigError, check_keys, is_import_path, nearest
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS
-from counterpoise.stage import SUCCESS
+from counterpoise.stage import SUCCESS, success_of
 from counterpoise.text import load_yaml
 
 
@@ -195,8 +195,8 @@ class Config(Section):
     @property
     def success(self) -> float:
         """A reward of at least this much is a success (``task.success``)."""
-        given = self.task.get("success")
-        return SUCCESS if given is None else float(given)
+        given = success_of(self.task)
+        return SUCCESS if given is None else given
 
     @property
     def token_budget(self) -> int:

@@ -17,6 +17,7 @@ from counterpoise.policy import Policy, encode_prompts
 from counterpoise.run.files import Columns
 from counterpoise.run.rollouts import ragged, turn_columns
 from counterpoise.sampling import Rollouts
+from counterpoise.stage import SUCCESS
 from counterpoise.tasks import Task
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.conversations import hold, lost_messages, lost_rows
@@ -28,10 +29,14 @@ SHOWN = 64  # prompts whose answers are kept
 
 
 class Evaluation(NamedTuple):
-    """Rewards of k samples per prompt, and what they amount to."""
+    """Rewards of k samples per prompt, and what they amount to: ``accuracy`` is the share that is
+    right (a reward of at least ``task.success``).
+    """
 
     reward_PK: np.ndarray
+    is_right_PK: np.ndarray
     accuracy: Interval
+    mean_reward: float
     pass_at: dict[int, float]
     mean_length: float
     mean_entropy: float
@@ -69,11 +74,13 @@ def evaluate(
     else:
         answers = _answer(policy, task, config, taken, prompt_ids, samples, temperature, seed)
     reward_PK = np.array(answers.reward).reshape(len(taken), samples)
-    rollouts, texts = answers.rollouts, answers.texts
+    is_right_PK, rollouts, texts = reward_PK >= config.success, answers.rollouts, answers.texts
     return Evaluation(
         reward_PK=reward_PK,
-        accuracy=over_prompts(reward_PK.mean(1), seed),
-        pass_at={k: pass_at_k(reward_PK >= config.success, k) for k in powers_of_two(samples)},
+        is_right_PK=is_right_PK,
+        accuracy=over_prompts(is_right_PK.mean(1), seed),
+        mean_reward=float(reward_PK.mean()),
+        pass_at={k: pass_at_k(is_right_PK, k) for k in powers_of_two(samples)},
         mean_length=float(rollouts.mask_NT.sum(1).float().mean()),
         mean_entropy=float(rollouts.entropy_NT.sum() / rollouts.mask_NT.sum()),
         texts=[texts[p * samples : (p + 1) * samples] for p in range(len(taken))],
@@ -182,14 +189,14 @@ def sample_columns(prompts: Sequence[Prompt], answers: Answers) -> Columns:
     }
 
 
-def difference(reward_a_PK: np.ndarray, reward_b_PK: np.ndarray, seed: int = 0) -> Interval:
-    """Mean of b - a over the same prompts: the paired interval."""
-    if len(reward_a_PK) != len(reward_b_PK):
+def difference(a_PK: np.ndarray, b_PK: np.ndarray, seed: int = 0) -> Interval:
+    """Mean of b - a over the same prompts, of rewards or of what is right: the paired interval."""
+    if len(a_PK) != len(b_PK):
         raise ValueError(
-            f"difference: {len(reward_a_PK)} and {len(reward_b_PK)} prompts; a paired comparison"
-            " needs the same prompts."
+            f"difference: {len(a_PK)} and {len(b_PK)} prompts; a paired comparison needs the same"
+            " prompts."
         )
-    return paired_bootstrap(reward_a_PK.mean(1), reward_b_PK.mean(1), seed).difference
+    return paired_bootstrap(a_PK.mean(1), b_PK.mean(1), seed).difference
 
 
 class HeldOut(NamedTuple):
@@ -202,15 +209,16 @@ class HeldOut(NamedTuple):
     gain: Interval | None = None
 
 
-def held_out(rows: Sequence[Mapping[str, Any]]) -> HeldOut:
-    """What the rows of ``evals.jsonl`` amount to."""
+def held_out(rows: Sequence[Mapping[str, Any]], success: float = SUCCESS) -> HeldOut:
+    """What the rows of ``evals.jsonl`` amount to; rewards of ``success`` and more are right."""
     if not rows:
         return HeldOut()
     keys = "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"
     first, last = (Interval(*(row[key] for key in keys)) for row in (rows[0], rows[-1]))
     before, after = (np.array(row.get("reward_PK") or []) for row in (rows[0], rows[-1]))
     is_paired = len(rows) > 1 and before.ndim == 2 and len(before) == len(after)
-    return HeldOut(first, last, difference(before, after) if is_paired else None)
+    gain = difference(before >= success, after >= success) if is_paired else None
+    return HeldOut(first, last, gain)
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -221,6 +229,7 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/accuracy": mean,
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
+        "eval/reward": evaluation.mean_reward,
         "eval/length": evaluation.mean_length,
         "eval/num_grader_failures": evaluation.num_grader_failures,
         **passed,

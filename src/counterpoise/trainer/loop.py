@@ -266,7 +266,7 @@ def train_policy(
     for tracker in trackers:
         tracker.close()
     is_finished = state.batch_number == config.num_batches
-    accuracies = held_out(read_jsonl(run_dir / "evals.jsonl"))
+    accuracies = held_out(read_jsonl(run_dir / "evals.jsonl"), config.success)
     return Result(run_dir, state.batch_number, is_finished, policy, *accuracies)
 
 
