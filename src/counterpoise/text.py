@@ -33,8 +33,8 @@ def visible(text: object, keep: str = "") -> str:
 
 
 def load_yaml(text: str | bytes, where: str) -> Any:
-    """YAML from anywhere; what is not YAML, or grows beyond all bounds when its aliases are
-    followed, is an error of one line that opens with ``where``.
+    """YAML from anywhere; what is not YAML, says a key twice, or grows beyond all bounds when its
+    aliases are followed, is an error of one line that opens with ``where``.
 
     >>> load_yaml("a: [1, 2]", "recipe")
     {'a': [1, 2]}
@@ -47,10 +47,43 @@ def load_yaml(text: str | bytes, where: str) -> Any:
     try:
         whole = text if isinstance(text, str) else text.decode("utf-8")
         _check_events(yaml.parse(whole, Loader=yaml.SafeLoader))
-        return yaml.safe_load(whole)
+        repeated = _repeated_key(yaml.compose(whole, Loader=yaml.SafeLoader))
+        value = yaml.safe_load(whole)
     except Exception as error:  # the parser raises many kinds: KeyError for !!bool, and so on
         reason = visible(" ".join(str(error).split()) or type(error).__name__)
         raise ConfigError(f"{where} is not YAML: {shorten(reason, 300)}") from None
+    if repeated:
+        raise ConfigError(f"{where}: {repeated}")
+    return value
+
+
+def _repeated_key(root: Any) -> str | None:
+    """The first key that a mapping has twice, in words; a merge (``<<``) may stand several times,
+    and what it brings may be set anew.
+    """
+    from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, SequenceNode):
+            waiting += reversed(node.value)
+        elif isinstance(node, MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, _ in node.value:
+                if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    both = f"lines {lines[name]} and {line}"
+                    at = f"line {line}" if line == lines[name] else both
+                    return f"{visible(key.value)!r} is set twice ({at}). Keep one of them."
+                lines[name] = line
+            waiting += [value for _, value in reversed(node.value)]
+    return None
 
 
 def _check_events(events: Iterable[Any]) -> None:

@@ -101,6 +101,31 @@ def test_anchors_and_merges_of_a_plain_recipe_work():
     assert load_yaml(text, "recipe")["other"] == {"a": 1, "b": 2}
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "num_batches: 1\nseed: 0\nnum_batches: 2\n",
+            r"'num_batches' is set twice \(lines 1 and 3",
+        ),
+        ("eval:\n  every: 1\n  'every': 2\n", r"'every' is set twice \(lines 2 and 3"),
+        ("method: {name: dapo, name: grpo}\n", r"'name' is set twice \(line 1\). Keep one"),
+        ("a: [{b: 1}, {b: 1, b: 1}]\n", r"recipe: 'b' is set twice"),
+    ],
+)
+def test_a_key_that_is_set_twice_is_an_error_with_its_lines(text, message, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        load_yaml(text, "recipe")
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is set twice"):
+        load_config(tmp_path / "r.yaml")
+
+
+def test_merges_may_repeat_and_be_set_anew():
+    text = "a: &a {x: 1, y: 1}\nb: &b {z: 1}\nc:\n  <<: *a\n  <<: *b\n  y: 2\n1: i\n'1': s\n"
+    assert load_yaml(text, "recipe")["c"] == {"x": 1, "y": 2, "z": 1}
+
+
 def test_a_bomb_in_a_run_folder_is_left_out_with_little_memory(run: Path, tmp_path: Path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     (folder / "config.yaml").write_text(BOMB)
