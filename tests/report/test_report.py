@@ -302,6 +302,34 @@ def test_errors_print_no_escapes_of_the_files(tmp_path, capsys, monkeypatch):
         assert not HIDDEN.search(shown.strip())
 
 
+@pytest.mark.parametrize("page", [report, compare])
+def test_out_is_a_folder_or_a_file_in_html(page, run_dir, tmp_path):
+    (tmp_path / "there").mkdir()
+    for name, file in (
+        ("there", "there/index.html"),
+        ("new", "new/index.html"),
+        ("a.html", "a.html"),
+    ):
+        result = command(page, run_dir, "--out", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / file).is_file() and f"Open {tmp_path / file}" in result.output
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "b.html").mkdir()
+    for name, message in (("plain", "is a file, expected a folder"), ("b.html", "is a folder")):
+        wrong = command(page, run_dir, "--out", tmp_path / name)
+        assert isinstance(wrong.exception, ValueError) and message in str(wrong.exception)
+
+
+def test_compare_leaves_the_report_of_a_run_and_says_what_it_replaces(tmp_path):
+    run = make_run(tmp_path / "runs" / "one", **SMALL)
+    path, _ = write_report([run])
+    own = path.read_bytes()
+    first, second = (command(compare, run).output for _ in range(2))
+    assert path.read_bytes() == own
+    assert f"Open {tmp_path / 'runs' / 'report' / 'index.html'}" in first
+    assert "replaces" not in first and "replaces the page that was there" in second
+
+
 def test_view_command_exports(run_dir, tmp_path):
     done = command(view, run_dir, "--export", tmp_path / "out", "--batch", 2, "--prompts", 1)
     assert done.exit_code == 0, done.output

@@ -32,7 +32,11 @@ def compare(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The page; report/index.html beside the runs by default.")
+        Path | None,
+        typer.Option(
+            help="A folder for index.html, or a file in .html; the folder report beside the runs"
+            " by default."
+        ),
     ] = None,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Write the page as well.")] = True,
     json_: Json = False,
@@ -44,14 +48,19 @@ def compare(
     Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
     """
     from counterpoise.report.compare import Settings, as_json, comparison
-    from counterpoise.report.page import write_report
+    from counterpoise.report.page import default_path, page_file, write_report
     from counterpoise.report.runs import group_runs
     from counterpoise.run.read import open_run
 
     settings: Settings = {"metric": metric, "baseline": baseline, "threshold": threshold}
     with waiting("comparing runs"):
-        result = comparison(group_runs([open_run(path) for path in runs]), **settings)
-        path = write_report(runs, out, **settings)[0] if page else None
+        opened = [open_run(path) for path in runs]
+        result = comparison(group_runs(opened), **settings)
+        path, is_replaced = None, False
+        if page:
+            path = page_file(out) if out else default_path(opened, beside=True)
+            is_replaced = path.is_file()
+            write_report(runs, path, **settings)
     if json_:
         print_json(as_json(result) | {"page": str(path) if path else None})
         return
@@ -59,7 +68,7 @@ def compare(
     for note in result.notes:
         say(note)
     if path:
-        say(f"Open {path}")
+        say(f"Open {path.absolute()}" + " (replaces the page that was there)" * is_replaced)
 
 
 def _print_tables(result: Comparison) -> None:

@@ -18,7 +18,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page; report/index.html in the run (or beside several runs) by default."
+            help="A folder for index.html, or a file in .html; the folder report in the run (or"
+            " beside several runs) by default."
         ),
     ] = None,
     batch: Annotated[
@@ -40,6 +41,6 @@ def report(
         return
     for problem in result.problems:
         say(f"missing: {problem}")
-    say(f"Open {path}")
+    say(f"Open {path.absolute()}")
     if len(runs) == 1:
         say(f"See its tokens: {command_line('view', runs[0])}")

@@ -70,24 +70,45 @@ def write_report(
 
     Args:
         paths: run folders.
-        out: the page; ``report/index.html`` in the run, or in the folder above several runs, by
-            default.
+        out: as in ``page_file``; ``report/index.html`` in the run, or in the folder above several
+            runs, by default.
         batch: which tokens table to show; the last one by default.
         compared: ``metric``, ``baseline``, ``threshold`` of the comparison.
     """
     runs = [open_run(path) for path in paths]
+    out = page_file(out) if out else default_path(runs)
     page = content(runs, batch=batch, **compared)
-    out = out or default_path(runs)
     write_text(out, render(page))
     return out, page
 
 
-def default_path(runs: Sequence[RunFolder]) -> Path:
-    """Beside the runs: in the run itself, or in the folder that holds the first of several.
+def page_file(out: Path) -> Path:
+    """The file of a page: ``out`` itself if it ends in .html, else index.html in that folder.
+
+    >>> page_file(Path("pages/delta.html")).as_posix(), page_file(Path("pages")).as_posix()
+    ('pages/delta.html', 'pages/index.html')
+    """
+    is_file = out.suffix.lower() == ".html"
+    if is_file and out.is_dir():
+        raise ValueError(
+            f"--out: {str(out)!r} is a folder, expected a file, since the name ends in .html."
+            " Choose another name."
+        )
+    if not is_file and out.is_file():
+        raise ValueError(
+            f"--out: {str(out)!r} is a file, expected a folder for index.html or a name that ends"
+            " in .html. Choose another name."
+        )
+    return out if is_file else out / "index.html"
+
+
+def default_path(runs: Sequence[RunFolder], *, beside: bool = False) -> Path:
+    """In the run itself, or in the folder that holds the first of several; ``beside``: there for
+    one run too.
 
     A link out of there is not followed.
     """
-    folder = runs[0].path if len(runs) == 1 else runs[0].path.parent
+    folder = runs[0].path if len(runs) == 1 and not beside else runs[0].path.parent
     out = folder / "report" / "index.html"
     if not out.parent.resolve().is_relative_to(folder.resolve()):
         raise ValueError(
