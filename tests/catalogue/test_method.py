@@ -153,6 +153,18 @@ def test_core_imports_torch_alone():
     [
         (lambda: cp.method("grop"), "unknown method 'grop'. Did you mean 'grpo'"),
         (
+            lambda: cp.method("shared_prefix"),
+            "it is a credit rule. Set it on a method: method={name: dapo, credit: .shared_prefix.}",
+        ),
+        (
+            lambda: cp.method("entropy_target"),
+            "it is a controller. Set it .* method={name: dapo, controller: entropy_target}",
+        ),
+        (
+            lambda: cp.method("group_mean"),
+            "it is an advantage. .*{name: dapo, advantage: group_mean}",
+        ),
+        (
             lambda: cp.method("grpo", credit=["top_entrpy"]),
             "unknown credit rule 'top_entrpy'. Did you mean 'top_entropy'",
         ),

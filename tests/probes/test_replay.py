@@ -119,6 +119,13 @@ def test_bad_input_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_the_command_says_what_a_rank_correlation_is_not(run: Path, capsys) -> None:
+    command(run, 0, ["dapo", "grpo"], False, trust=True)
+    assert "not that they weigh them alike" in capsys.readouterr().out
+    command(run, 0, ["dapo"], False, trust=True)
+    assert "rank correlation" not in capsys.readouterr().out
+
+
 def test_command_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command(run, 0, ["dapo", "grpo"], False, trust=True, json_=True)
     assert json.loads(capsys.readouterr().out)["methods"] == ["dapo", "grpo"]

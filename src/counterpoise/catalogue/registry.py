@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -103,11 +104,31 @@ def dry_run(chosen: Method) -> None:
         ) from error
 
 
+def unknown_method(
+    name: str, known: Iterable[str], form: str = "method={{name: dapo, {axis}: {value}}}"
+) -> str:
+    """What is said of a name that is no method; a stage of one axis is told how to be set.
+
+    Args:
+        form: the setting, with places for ``axis`` and ``value``.
+
+    >>> unknown_method("clipped", [], "--set method.{axis}={value}")
+    "unknown method 'clipped': it is a loss. Set it on a method: --set method.loss=clipped"
+    """
+    axes = [axis for axis, stages in FAMILIES.items() if name in stages]
+    if not axes:
+        return f"unknown method {name!r}. {nearest(name, known)}"
+    axis = axes[0]
+    noun = {"credit": "a credit rule", "advantage": "an advantage"}.get(axis, f"a {axis}")
+    setting = form.format(axis=axis, value=f"[{name}]" if axis == "credit" else name)
+    return f"unknown method {name!r}: it is {noun}. Set it on a method: {setting}"
+
+
 def _preset(name: str) -> Method:
     if name in _registered:
         return _registered[name]
     if name not in PRESETS:
-        raise ValueError(f"unknown method {name!r}. {nearest(name, [*PRESETS, *_registered])}")
+        raise ValueError(unknown_method(name, [*PRESETS, *_registered]))
     summary, reference, axes = PRESETS[name]
     unset: Any = None
     blank = Method(name, unset, (), (), unset, unset, reference=reference, summary=summary)

@@ -22,11 +22,11 @@ def methods(
         say(*method_list(summaries()).splitlines())
         return
     import counterpoise as cp
-    from counterpoise.errors import nearest
+    from counterpoise.catalogue.registry import unknown_method
 
     known = cp.methods()
     if name is not None and name not in known:
-        raise ValueError(f"unknown method {name!r}. {nearest(name, known)}")
+        raise ValueError(unknown_method(name, known))
     if json_:
         print_json(known if name is None else known[name])
     elif name is not None:

@@ -9,6 +9,13 @@ import typer
 
 from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
 
+NOTE = (
+    "A rank correlation near 1 says that two methods order the tokens alike, not that they weigh"
+    " them alike.",
+    "Whether they train alike is the cosine of their updates: counterpoise probe RUN --probe"
+    " gradient (with_control).",
+)
+
 
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
@@ -43,4 +50,6 @@ def replay(
     say(f"batch {batch} of {run} under {len(method)} methods")
     for line in lines_of(summary["numbers"]):
         say(line)
+    if len(method) > 1:
+        say(*NOTE)
     say(f"raw data, one row per token, and figure: {summary['folder']}")

@@ -158,6 +158,10 @@ def test_no_warning_without_a_reason():
     ("args", "message"),
     [
         ({"method": "delt"}, "unknown method 'delt'. Did you mean 'delta'"),
+        (
+            {"method": "shared_prefix"},
+            "a credit rule. .*method='dapo', method_axes={credit: .shared_prefix.}",
+        ),
         ({"method": "unifrom"}, "unknown method 'unifrom'. Did you mean 'uniform'"),
         (
             {"method": "dapo", "method_axes": {"kredit": []}},

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import counterpoise as cp
 from counterpoise.catalogue.method import AXES, Method
+from counterpoise.catalogue.registry import unknown_method
 from counterpoise.errors import nearest
 
 OFF = "uniform"
@@ -75,7 +76,8 @@ def setup(
     if name == OFF:
         return _uniform(axes, loss_type, success)
     if name not in cp.methods():
-        raise ValueError(f"unknown method {name!r}. {nearest(name, [OFF, *cp.methods()])}")
+        form = "method='dapo', method_axes={{{axis}: {value}}}"
+        raise ValueError(unknown_method(name, [OFF, *cp.methods()], form))
     method, beta = _split_kl(cp.method(name, success=success, **axes))
     method.check_sampling("TRL")
     fields = trl_fields(method) if own_loss else {}
