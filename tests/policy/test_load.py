@@ -145,6 +145,19 @@ def test_places_that_cannot_work_are_errors_before_anything_loads(tmp_path):
     assert locate("org/name").place == "org/name"
 
 
+def test_a_slip_in_the_name_of_a_model_does_not_go_to_the_hub() -> None:
+    for spec, meant in (
+        ("bundeld", "bundled"),
+        ("bundle", "bundled"),
+        ("bundled_hrad", "bundled_hard"),
+        ("smolm2", "smollm2"),
+    ):
+        with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+            locate(spec)
+    for spec in ("gpt2", "distilgpt2", "x/bundled", "bundled/model"):
+        assert locate(spec).place == spec
+
+
 def test_a_broken_folder_is_one_clear_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="could not be loaded") as raised:

@@ -50,6 +50,23 @@ def test_resume_without_a_checkpoint_is_an_error_and_erases_nothing(run: Path):
     assert contents(run) == before
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_offered_only_to_be_replaced(
+    tmp_path: Path, monkeypatch
+):
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no reward")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("counterpoise.trainer.loop.collect", fail)
+        with pytest.raises(RuntimeError, match="no reward"):
+            go(tmp_path / "run", num_batches=1)
+    with pytest.raises(ConfigError, match="without a checkpoint.* Replace it with --fresh") as told:
+        go(tmp_path / "run", num_batches=1)
+    assert "--resume" not in str(told.value)
+    go(tmp_path / "run", num_batches=1, fresh=True)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize("manifest", ['{"name": "my web app"}', "[1]", "not json", ""])
 @pytest.mark.parametrize("how", [{"fresh": True}, {"resume": True}, {}])
 def test_a_foreign_manifest_is_not_a_run(tmp_path: Path, manifest: str, how):

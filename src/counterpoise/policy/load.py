@@ -4,6 +4,7 @@ a GGUF file.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ BUNDLED = {
     "bundled_free": "starts/free",
     "bundled_turns": "starts/turns",
 }
+NEAR = 0.8  # a name as like as this to one of ours is a slip
 # left unset, Transformers asks on stdin whether the folder's Python may run
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -93,6 +95,12 @@ def locate(spec: str) -> Source:
         raise ValueError(
             f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a"
             " hub id or a .gguf file."
+        )
+    close = difflib.get_close_matches(spec, [*BUNDLED, "smollm2"], n=1, cutoff=NEAR)
+    if close and "/" not in spec:  # else the hub is asked for it, again and again
+        raise ValueError(
+            f"model {spec!r}: no such folder. Did you mean {close[0]!r}? Expected"
+            f" {', '.join(BUNDLED)}, smollm2, a Hugging Face folder, a hub id or a .gguf file."
         )
     return Source(spec)
 

@@ -61,10 +61,12 @@ def check_free(run_dir: Path, *, fresh: bool, resume: bool) -> None:
                 " --set run_dir=..."
             )
     elif has_run and not fresh:
-        raise ConfigError(
-            f"run_dir: {run_dir} holds a run. Continue it with --resume, replace it with --fresh,"
-            " or --set run_dir=..."
+        rest = (
+            ". Continue it with --resume, replace it with --fresh,"
+            if checkpoints(run_dir)
+            else " without a checkpoint, so it cannot go on. Replace it with --fresh,"
         )
+        raise ConfigError(f"run_dir: {run_dir} holds a run{rest} or --set run_dir=...")
     elif has_run and manifest["schema_version"] not in SAME_FILES:
         raise ConfigError(
             f"--fresh: {run_dir} was written in schema version {manifest['schema_version']}, and"
