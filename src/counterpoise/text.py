@@ -195,6 +195,15 @@ def with_range(mean: float, least: float, most: float) -> str:
     return f"{counts[0]} ({counts[1]} to {counts[2]})" if len(counts) == 3 else (counts or ["–"])[0]
 
 
+def counted(num: int, one: str, many: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "batch", "batches"), counted(1200, "batch", "batches")
+    ('1 batch', '1200 batches')
+    """
+    return f"{num} {one if num == 1 else many}"
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Rising whole numbers, those in a row as a span.
 

@@ -87,6 +87,15 @@ def test_a_recipe_of_the_package_by_name_and_lines_that_do_not_wrap_or_repeat(
     batches = [line for line in lines if line.startswith("batch ")]
     assert len(batches) == 3 and all(line.endswith(" s per batch") for line in batches)
     assert ["held-out" in line for line in batches] == [False, True, True]
+    assert [line.partition(":")[0] for line in batches] == [
+        "batch 0 (1 of 3)",
+        "batch 1 (2 of 3)",
+        "batch 2 (3 of 3)",
+    ]
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", "demo", *settings(), "--resume"])
+    assert not end.value.code
+    assert "nothing was left to do: the run has its 3 batches already" in capfd.readouterr().out
 
 
 def test_a_wrong_recipe_names_the_nearest(capsys):

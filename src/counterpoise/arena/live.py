@@ -6,7 +6,7 @@ import time
 
 from rich.console import Console
 
-from counterpoise.text import visible
+from counterpoise.text import counted, visible
 
 EVERY_S = 10.0  # seconds between two lines
 
@@ -25,7 +25,7 @@ class Live:
         self.start = self.last = time.monotonic()
         self.before = 0
         if num_runs:
-            self.say(f"{phase}: {num_runs} runs")
+            self.say(f"{phase}: {counted(num_runs, 'run', 'runs')}")
 
     def step(self, num: int) -> None:
         """So many batches are behind us, counted per run."""
@@ -49,10 +49,8 @@ class Live:
         fresh = self.steps - self.before
         left = spent / fresh * (self.num_steps - self.steps) if fresh else 0.0
         text = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
-        return (
-            f"{self.phase}: {self.runs} of {self.num_runs} runs, {share:.0%} of the batches,"
-            f" {text} left"
-        )
+        runs = counted(self.num_runs, "run", "runs")
+        return f"{self.phase}: {self.runs} of {runs}, {share:.0%} of the batches, {text} left"
 
     def say(self, line: str) -> None:
         if not self.quiet:

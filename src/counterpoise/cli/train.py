@@ -64,20 +64,22 @@ def summary(result: Result, command: list[str]) -> str:
     Args:
         command: what the run was started with, without --fresh and --resume.
     """
-    from counterpoise.text import percent, points
+    from counterpoise.text import counted, percent, points
 
-    lines = []
+    batches, lines = counted(result.batch_number, "batch", "batches"), []
+    if result.num_trained == 0 and result.is_finished:
+        lines.append(f"nothing was left to do: the run has its {batches} already")
     if result.first and result.last:
         first, last = (percent(*accuracy) for accuracy in (result.first, result.last))
         lines.append(
-            f"held-out accuracy: {first} before, {last} after {result.batch_number} batches"
+            f"held-out accuracy: {first} before, {last} after {batches}"
             " (95% bootstrap intervals over prompts)"
         )
     if result.gain:
         lines.append(f"on the same prompts: {points(*result.gain)} points")
     if not result.is_finished:
         lines.append(
-            f"stopped after {result.batch_number} batches; continue with:"
+            f"stopped after {batches}; continue with:"
             f" {command_line(*command, '--resume' if result.batch_number else '--fresh')}"
         )
     lines.append(f"run folder: {result.run_dir}")

@@ -71,7 +71,9 @@ from counterpoise.trainer.warn import (
 
 
 class Result(NamedTuple):
-    """How a run ended, and the policy it ended with; the last three as in ``HeldOut``."""
+    """How a run ended, and the policy it ended with; ``first``, ``last`` and ``gain`` as in
+    ``HeldOut``, ``num_trained`` are the batches of this call.
+    """
 
     run_dir: Path
     batch_number: int
@@ -80,6 +82,7 @@ class Result(NamedTuple):
     first: Interval | None
     last: Interval | None
     gain: Interval | None
+    num_trained: int
 
 
 def train(
@@ -146,7 +149,8 @@ def train_policy(
         if resume
         else start_run(run_dir, config, method, policy)
     )
-    trackers = open_trackers(config, run_dir, state.batch_number)
+    start = state.batch_number
+    trackers = open_trackers(config, run_dir, start)
     num_flat = last_number(run_dir, "reward/flat_batches")
 
     with (
@@ -267,7 +271,8 @@ def train_policy(
         tracker.close()
     is_finished = state.batch_number == config.num_batches
     accuracies = held_out(read_jsonl(run_dir / "evals.jsonl"), config.success)
-    return Result(run_dir, state.batch_number, is_finished, policy, *accuracies)
+    num_trained = state.batch_number - start
+    return Result(run_dir, state.batch_number, is_finished, policy, *accuracies, num_trained)
 
 
 def load_policy(config: Config, method: Method) -> tuple[Policy, Any]:

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from counterpoise.catalogue.label import label
-from counterpoise.text import visible
+from counterpoise.text import counted, visible
 from counterpoise.trainer.config import Config
 
 LINES = 12  # without a terminal, about so many lines per run
@@ -39,7 +39,7 @@ class Progress:
     def open(self, config: Config, batch_number: int) -> Iterator[Progress]:
         text = TextColumn("{task.fields[numbers]}")
         columns = (
-            "batch",
+            "batches",
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
             text,
@@ -47,6 +47,7 @@ class Progress:
             "left",
             TimeRemainingColumn(),
         )
+        self.num_batches = config.num_batches
         self.every = max(1, config.num_batches // LINES)
         if not self.quiet:
             self.note(headline(config))
@@ -73,7 +74,8 @@ class Progress:
         is_due = (batch_number + 1) % self.every == 0 or accuracy is not None
         if not self.quiet and not self.console.is_terminal and is_due:
             line = numbers(metrics, seconds, accuracy)
-            self.note(f"batch {batch_number + 1}: {line}, {sum(seconds.values()):.1f} s per batch")
+            where = f"batch {batch_number} ({batch_number + 1} of {self.num_batches})"
+            self.note(f"{where}: {line}, {sum(seconds.values()):.1f} s per batch")
 
     def warn(self, where: str, warnings: Sequence[str]) -> None:
         """The first few warnings of a kind; all of them are in the run folder."""
@@ -97,7 +99,7 @@ def headline(config: Config) -> str:
     """What is about to be trained."""
     return (
         f"{label(config.method)} on {config.task['name']}, model {config.model},"
-        f" {config.num_batches} batches, into {config.run_dir}"
+        f" {counted(config.num_batches, 'batch', 'batches')}, into {config.run_dir}"
     )
 
 
