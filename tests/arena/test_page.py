@@ -126,6 +126,8 @@ def test_in_a_browser(page, folder, mark, width):
         page.locator(f"[data-figure='{name}']").scroll_into_view_if_needed()
         page.locator(f"[data-figure='{name}'] svg.main-svg").first.wait_for()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    fits = "t => t.scrollWidth <= t.parentElement.clientWidth"
+    assert width < 1000 or page.locator("#verdicts table.verdicts").evaluate(fits)
     bars = "document.querySelectorAll('#verdicts svg.forest .mark').length"
     assert page.evaluate(bars) == 14  # of 15 arms, one of which has no run
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -67,6 +67,13 @@ def test_verdicts_of_known_effects(tmp_path):
     assert summary.equal and {row.lr for row in summary.equal.rows} == {3e-5}
 
 
+def test_two_seeds_decide_nothing_and_that_is_said(tmp_path):
+    for num, is_said in ((2, True), (3, False)):
+        summary = summary_of(tmp_path / str(num), make_design(["up"], num_seeds=num))
+        few = [line for line in summary.warnings if "Two seeds decide nothing" in line]
+        assert bool(few) == is_said and all(line.startswith("up: fewer than 3") for line in few)
+
+
 def test_a_row_holds_what_scipy_says():
     design = one_rate(["a", "b"], num_seeds=6)
     rng = np.random.default_rng(1)

@@ -73,3 +73,17 @@ def test_torch_is_not_there_before_it_is_said():
     asked = "import sys; from counterpoise.cli import main; print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("package", ["counterpoise.arena", "counterpoise.hosts"])
+def test_torchao_does_not_say_which_kernels_it_lacks(package):
+    """Also in processes that the command line did not start."""
+    code = (
+        f"import logging, {package}\n"
+        "logging.getLogger('torchao').warning('Failed to load /x.so: no')\n"
+        "logging.getLogger('torchao').warning('something else')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stderr.splitlines() == ["something else"]

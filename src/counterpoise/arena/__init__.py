@@ -4,3 +4,7 @@
 ``page`` shows it; these read files alone and need no torch. ``stack`` and what is built on it train
 many members side by side, ``race`` runs a design.
 """
+
+from counterpoise.run.environment import quiet_torchao
+
+quiet_torchao()

@@ -43,6 +43,7 @@ from counterpoise.text import points, shorten
 
 SCHEMA = 1
 POINT = 0.01
+FEW_SEEDS = 3  # from which a verdict is worth something
 
 
 class Row(NamedTuple):
@@ -114,7 +115,8 @@ def summarise(
         rates = {arm.name: design.equal_rate for arm in design.arms}
         equal = _table("equal", design, own, rates, cosines, metrics)
     tables = [final, *([equal] if equal else [])]
-    warnings = [*_floor_warnings(design, tables), *_run_warnings(final, choices), *notes]
+    few = _seed_warnings(final)
+    warnings = [*_floor_warnings(design, tables), *_run_warnings(final, choices), *few, *notes]
     return Summary(design.control, design.last, design.margin, choices, final, equal, warnings)
 
 
@@ -266,6 +268,22 @@ def _floor_warnings(design: Design, tables: Sequence[Table]) -> list[str]:
         if row.verdict.kind == "repeat"
         and DECIDES in row.differences
         and (row.differences[DECIDES].low > 0 or row.differences[DECIDES].high < 0)
+    ]
+
+
+def _seed_warnings(final: Table) -> list[str]:
+    """Arms that got a verdict on too few seeds, their own or their control's."""
+    seeds = {row.arm: row.seeds for row in final.rows}
+    few = [
+        row.arm
+        for row in final.rows
+        if row.arm in final.family and min(row.seeds, seeds.get(row.control or "", 0)) < FEW_SEEDS
+    ]
+    if not few:
+        return []
+    return [
+        f"{', '.join(few)}: fewer than {FEW_SEEDS} seeds. Two seeds decide nothing, whatever the"
+        f" verdict says; take at least {FEW_SEEDS} (--seeds)."
     ]
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from counterpoise.errors import nearest
+from counterpoise.run.environment import quiet_torchao
 
 # command -> (what it does, the extra of the package that it needs)
 COMMANDS = {
@@ -42,10 +42,7 @@ def main() -> None:
     # only spin made a batch several times slower on a busy machine (docs/results/performance.md)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # transformers loads torchao where it is installed, for kernels that we do not use: that some
-    # cannot be loaded is no news
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_torchao()
     try:
         dispatch(sys.argv[1:])
         sys.stdout.flush()

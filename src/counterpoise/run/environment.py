@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import shutil
@@ -11,6 +12,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+# logger -> words of a warning that is no news: transformers loads torchao where it is
+# installed, for kernels that we do not use
+NO_NEWS = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
 # packages whose versions a manifest keeps, where they are installed
 PACKAGES = (
     "counterpoise",
@@ -94,3 +98,11 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def quiet_torchao() -> None:
+    """Before transformers is imported: torchao does not say which of its kernels cannot be loaded.
+    Its other warnings are shown.
+    """
+    for name, words in NO_NEWS.items():
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in str(record.msg))
