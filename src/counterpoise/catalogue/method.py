@@ -28,7 +28,7 @@ from counterpoise.advantages import ADVANTAGES
 from counterpoise.catalogue.chain import advantage_metrics, apply_rules, check_order
 from counterpoise.catalogue.label import label
 from counterpoise.catalogue.presets import PRESETS
-from counterpoise.catalogue.rows import check_anchor, update_rows
+from counterpoise.catalogue.rows import check_anchor, check_trainer_logp, update_rows
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
@@ -297,7 +297,7 @@ class Method:
 
     def loss(self, trainer_logp_NT: Tensor, rows: Rows) -> TokenLoss:
         """The loss of every token: the sum of the terms; ratio and clip are those of the first."""
-        check_finite("trainer_logp_NT", trainer_logp_NT.detach(), rows.mask_NT, rows.row_R)
+        check_trainer_logp(trainer_logp_NT.detach(), rows)
         first, *others = [term(trainer_logp_NT, rows) for term in self.terms]
         for term in others:
             first = first._replace(

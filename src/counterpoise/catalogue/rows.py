@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.maths.reduce import Reduce
+from counterpoise.checks import LOGP_ROUNDING, check_logp
+from counterpoise.maths.reduce import Reduce, check_finite
 from counterpoise.maths.turns import token_advantage
 from counterpoise.reductions import constant_length
 from counterpoise.stage import Stage, call
@@ -87,6 +88,23 @@ def scale_of_kept(
     *first, by_turn_NT = (column[kept_N] for column in columns)
     part_KT = call(reduction, *first, advantage_NT=by_turn_NT, **offers)
     return part_KT.new_zeros(columns[0].shape).index_put((kept_N,), part_KT)
+
+
+def check_trainer_logp(logp_NT: Tensor, rows: Rows) -> None:
+    """Log-probs of these rows: one per token, finite and not positive. The values are read once,
+    since an accelerator waits for each reading.
+    """
+    if logp_NT.shape != rows.mask_NT.shape:
+        raise ValueError(
+            f"method.loss: trainer_logp_NT has shape {list(logp_NT.shape)}, expected"
+            f" {list(rows.mask_NT.shape)}, that of the rows. Score the rollouts of rows.row_R, or"
+            " take their rows of the whole batch: trainer_logp_NT[rows.row_R]."
+        )
+    is_fit_NT = (logp_NT > -torch.inf) & (logp_NT <= LOGP_ROUNDING)
+    if (rows.mask_NT & ~is_fit_NT).any():
+        check_finite("trainer_logp_NT", logp_NT, rows.mask_NT, rows.row_R)
+        masked_NT = torch.where(rows.mask_NT, logp_NT, 0)
+        check_logp("method.loss: trainer_logp_NT", masked_NT, rows.row_R)
 
 
 def check_anchor(rules: Sequence[Stage], host: str) -> None:
