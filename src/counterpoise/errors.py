@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
 
 _NAME = r"[^\W\d]\w*"
@@ -19,6 +23,50 @@ class MethodWarning(UserWarning):
 
 class ConfigError(ValueError):
     """A recipe that cannot run; the message is one line a person can act on."""
+
+
+class OwnCodeError(ValueError):
+    """Code of the user's own raised: a rule, a task. The message has the place."""
+
+
+def said(error: Exception) -> str:
+    """What was raised and, if code of the user's own had a part in it, where: ``KeyError: 'a'
+    (my_task.py:12)``.
+    """
+    place = own_place(error)
+    return f"{type(error).__name__}: {str(error)[:200]}{f' ({place})' if place else ''}"
+
+
+def own_place(error: Exception) -> str:
+    """``file:line`` of the innermost frame that is neither ours nor the standard library's, before
+    those of installed packages; empty if there is none.
+    """
+    here, library = os.path.dirname(os.path.abspath(__file__)), sysconfig.get_path("stdlib")
+    outside = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((here + os.sep, "<"))
+        and ("-packages" in frame.filename or not frame.filename.startswith(library + os.sep))
+    ]
+    own = [frame for frame in outside if "-packages" not in frame.filename] or outside
+    if not own:
+        return ""
+    file, folder = os.path.abspath(own[-1].filename), os.getcwd() + os.sep
+    return f"{file.removeprefix(folder)}:{own[-1].lineno}"
+
+
+@contextmanager
+def own_code(name: str) -> Iterator[None]:
+    """An error of the user's own code becomes one line with its name and place; others pass, and so
+    does a lack of memory, for which some callers have an answer.
+    """
+    try:
+        yield
+    except Exception as error:
+        no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if no_memory or isinstance(error, OwnCodeError) or not own_place(error):
+            raise
+        raise OwnCodeError(f"{name} raised {said(error)}.") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

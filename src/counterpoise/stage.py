@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from counterpoise.errors import check_keys, import_path, is_import_path, nearest
+from counterpoise.errors import check_keys, import_path, is_import_path, nearest, own_code
 
 if TYPE_CHECKING:
     from counterpoise.rollouts import Completions, RolloutBatch
@@ -244,7 +244,11 @@ def call(fn: Function, *args: object, **offers: object) -> Any:
     names.
     """
     named = _keywords(fn.fn if isinstance(fn, Stage) else fn)
-    return fn(*args, **{name: value for name, value in offers.items() if name in named})
+    chosen = {name: value for name, value in offers.items() if name in named}
+    if not isinstance(fn, Stage):
+        return fn(*args, **chosen)
+    with own_code(f"{fn.fn.__module__}:{fn.name}"):
+        return fn(*args, **chosen)
 
 
 def build(family: str, known: Mapping[str, Stage], spec: Spec) -> Stage:

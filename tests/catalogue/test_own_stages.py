@@ -39,7 +39,26 @@ def count(state, batch):
     return cp.Control({}, {"num": state["num"] + 1}, {"num": state["num"]})
 
 number = 3
+
+def nothing(credit_NT, batch):
+    credit_NT * 2
+
+@cp.declare(init=lambda: {})
+def forgets(state, credit_NT, batch):
+    return credit_NT
+
+def raises(credit_NT, batch):
+    shift = {}["shift"]
+    return credit_NT + shift
+
+def raises_inside(credit_NT, batch):
+    return credit_NT.reshape(7, 7)
+
+@cp.token_loss
+def bad_loss(trainer_logp_NT, rows):
+    return rows.nonsense
 """
+LINE = {text: MODULE[: MODULE.index(text)].count("\n") + 1 for text in ("{}[", "(7", "rows.non")}
 PATHS = {
     "advantage": "own_stages:half",
     "credit": [{"name": "own_stages:last", "count": 2}],
@@ -92,6 +111,18 @@ def test_a_nested_rule_takes_an_import_path():
         ({"controller": "own_stages:half"}, "controller 'own_stages:half' has no init="),
         ({"credit": {"name": "own_stages:last", "cuont": 2}}, "last has no parameter 'cuont'"),
         ({"advantage": "own_stages:last"}, "does not run on a 2 x 3 example"),
+        (
+            {"credit": "own_stages:nothing"},
+            "method 'grpo': credit rule own_stages:nothing returned None, expected a tensor [2, 3]",
+        ),
+        ({"credit": "own_stages:forgets"}, "own_stages:forgets returned a Tensor, expected (cred"),
+        (
+            {"credit": "own_stages:raises"},
+            "does not run on a 2 x 3 example: own_stages:raises raised KeyError: 'shift' (",
+        ),
+        ({"credit": "own_stages:raises"}, f"own_stages.py:{LINE['{}[']})."),
+        ({"credit": "own_stages:raises_inside"}, f"own_stages.py:{LINE['(7']})."),
+        ({"loss": "own_stages:bad_loss"}, f"own_stages.py:{LINE['rows.non']})."),
     ],
 )
 def test_what_cannot_be_a_stage_is_one_line(axes, message):

@@ -5,6 +5,7 @@ rollout is graded as if nothing happened.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -72,6 +73,9 @@ def test_raising_and_non_finite_graders_fail_and_are_named(user_task):
     grades = grade(
         user_task, pairs("raise", "right", "nan", "inf", "none", "string"), num_workers=1
     )
+    line = USER_MODULE[: USER_MODULE.index("raise Run")].count("\n") + 1
+    assert re.fullmatch(rf".*cannot read this \(.*user_rewards\.py:{line}\)", grades.messages[0])
+    grades.messages[0] = grades.messages[0].partition(" (")[0]
     assert grades == Grades(
         [0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
         5,
@@ -115,6 +119,8 @@ def test_trusted_tasks_run_here_and_their_faults_are_counted_too():
             return os.getpid() if text == "pid" else 1 / 0
 
     grades = grade(Broken(), pairs("pid", "x"))
+    assert re.search(r" \(.*test_graders\.py:\d+\)$", grades.messages[0])
+    grades.messages[0] = grades.messages[0].partition(" (")[0]
     assert grades == Grades(
         [float(os.getpid()), 0.0],
         1,

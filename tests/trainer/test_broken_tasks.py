@@ -77,7 +77,36 @@ class Deaf(Short):
     "Ignores where to start."
     def prompts(self, split, seed, start=0):
         return super().prompts(split, seed)
+
+class Strings(Short):
+    def prompts(self, split, seed, start=0):
+        return iter(["What is 1 + 1?"] * 9)
+
+class Numbers(Short):
+    def prompts(self, split, seed, start=0):
+        return (Prompt(str(k), "What is 1 + 1?", 2) for k in range(start, 9))
+
+class NoStart(Short):
+    def prompts(self, split, seed):
+        return super().prompts(split, seed)
+
+class NoFile(Short):
+    def prompts(self, split, seed, start=0):
+        for line in open("nosuch.txt"):
+            yield Prompt(line, line)
+
+class Forgets(Short):
+    def prompts(self, split, seed, start=0):
+        super().prompts(split, seed, start)
+
+class Fails(Short):
+    def __init__(self):
+        self.rows = {}["rows"]
 """
+LINE = {
+    text: USER_MODULE[: USER_MODULE.index(text)].count("\n") + 1
+    for text in ("raise R", "open(", "rows = {")
+}
 
 
 @pytest.fixture
@@ -105,7 +134,8 @@ def graded_by(name: str) -> dict:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "the grader raised RuntimeError: no ⟨U+001B⟩[31mcolour here"),
+        ("raises", "the grader raised RuntimeError: no ⟨U+001B⟩[31mcolour here ("),
+        ("raises", f"broken_rewards.py:{LINE['raise R']})"),
         ("none", "the grader returned 'None', expected a finite number"),
         ("nan", "the grader returned 'nan', expected a finite number"),
         ("words", "the grader returned the text 'good', expected a finite number"),
@@ -210,6 +240,25 @@ def test_a_train_stream_that_ends_begins_again(train):
 def test_a_task_without_prompts_is_an_error(train):
     code, said, _ = train(task="broken_rewards:Empty")
     assert code == 2 and "task: no prompts in split 'train'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Strings", "prompt 0 of split 'train' is a str, got 'What is 1 + 1?'. Expected counter"),
+        ("Numbers", "task: prompt 0 of split 'train': answer must be a text, got 2. Write Prompt("),
+        ("NoStart", "prompts(split, seed) cannot be called as prompts('train', 0, start=0)"),
+        ("NoFile", "task: prompts('train', 0, start=0) raised FileNotFoundError: [Errno 2] No"),
+        ("NoFile", f"broken_rewards.py:{LINE['open(']})."),
+        ("Forgets", "prompts('train', 0, start=0) returned None, expected an iterator over"),
+        ("Fails", "task 'broken_rewards:Fails' raised KeyError: 'rows' ("),
+        ("Fails", f"broken_rewards.py:{LINE['rows = {']})."),
+    ],
+)
+def test_a_task_that_is_slightly_wrong_is_one_line(train, name, message):
+    code, said, _ = train(task=f"broken_rewards:{name}")
+    assert code == 2 and "Traceback" not in said
+    assert message in said.splitlines()[-1]
 
 
 def test_a_stream_that_ignores_where_to_start_is_an_error(train):

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.credit import RULES
 from counterpoise.maths.concentration import concentration
 from counterpoise.maths.reduce import Reduce, check_finite, masked_mean
 from counterpoise.maths.turns import by_turn, turns
-from counterpoise.stage import Stage, call
+from counterpoise.stage import Stage, call, describe
 from counterpoise.types import TokenBatch
 
 
@@ -46,9 +47,9 @@ def apply_rules(
         before_NT, memory = credit_NT, () if rule.init is None else (state,)
         drawn_from = generator.get_state()
         out = call(rule, *memory, credit_NT, batch, reduce=reduce, generator=generator)
-        credit_NT, new_state = out if memory else (out, None)
+        credit_NT, new_state = _with_state(rule, out) if memory else (out, None)
         after.append(new_state)
-        credit_NT = _check_credit(rule.name, credit_NT, batch.mask_NT)
+        credit_NT = _check_credit(rule, credit_NT, batch.mask_NT)
         if rule.has("assigns_turns"):
             advantage_NT, advantage_NU = credit_NT, _turn_advantage(credit_NT, batch)
         if report:
@@ -100,7 +101,31 @@ def _turn_advantage(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
     return by_turn(credit_NT, played.turn_NT, played.mask_NU.shape[1])
 
 
-def _check_credit(name: str, credit_NT: Tensor, mask_NT: Tensor) -> Tensor:
+def _with_state(rule: Stage, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ValueError(
+            f"credit rule {_path(rule)} returned {_kind(out)}, expected (credit_NT, state): it has"
+            " memory (init=)."
+        )
+    return out
+
+
+def _path(rule: Stage) -> str:
+    """The name of a rule; of one that is not ours ``module:function``."""
+    return describe(RULES, rule)["name"]
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _check_credit(rule: Stage, credit_NT: Any, mask_NT: Tensor) -> Tensor:
+    name = _path(rule)
+    if not isinstance(credit_NT, Tensor):
+        raise ValueError(
+            f"credit rule {name} returned {_kind(credit_NT)}, expected a tensor"
+            f" {list(mask_NT.shape)}: one number per token."
+        )
     if credit_NT.shape != mask_NT.shape:
         raise ValueError(
             f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"

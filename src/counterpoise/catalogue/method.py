@@ -298,7 +298,7 @@ class Method:
     def loss(self, trainer_logp_NT: Tensor, rows: Rows) -> TokenLoss:
         """The loss of every token: the sum of the terms; ratio and clip are those of the first."""
         check_trainer_logp(trainer_logp_NT.detach(), rows)
-        first, *others = [term(trainer_logp_NT, rows) for term in self.terms]
+        first, *others = [call(term, trainer_logp_NT, rows) for term in self.terms]
         for term in others:
             first = first._replace(
                 loss_NT=first.loss_NT + term.loss_NT, coef_NT=first.coef_NT + term.coef_NT

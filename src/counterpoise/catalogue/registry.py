@@ -12,7 +12,7 @@ import torch
 
 from counterpoise.catalogue.method import AXES, FAMILIES, Axis, Method, change_axes
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
-from counterpoise.errors import nearest
+from counterpoise.errors import OwnCodeError, nearest
 from counterpoise.stage import Function, Stage, check_stage, describe
 from counterpoise.types import COLUMNS, TokenBatch
 
@@ -96,6 +96,10 @@ def dry_run(chosen: Method) -> None:
             batch, chosen.assign(batch), chosen.plan(batch, num_updates=1).updates[0]
         )
         chosen.loss(torch.full_like(rows.sampler_logp_NT, -0.5), rows)
+    except OwnCodeError as error:
+        raise ValueError(
+            f"method {chosen.name!r} does not run on a 2 x 3 example: {error}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"method {chosen.name!r}: {error}") from None
     except Exception as error:

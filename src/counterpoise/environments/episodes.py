@@ -17,7 +17,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple
 
 from counterpoise.environments import Environment, Episode, Reply
-from counterpoise.errors import ConfigError
+from counterpoise.errors import ConfigError, said
 from counterpoise.tasks.workers import Fault, Sent, Worker, sent
 from counterpoise.types import Prompt
 
@@ -59,8 +59,7 @@ def play_step(
 def _fault(memory: dict[Any, Any], row: int, error: Exception) -> Fault:
     """An environment's fault is reported with its row; it must not end a run."""
     memory.pop(row, None)
-    said = f"{type(error).__name__}: {str(error)[:200]}"
-    return Fault("failed", f"the environment raised {said}")
+    return Fault("failed", f"the environment raised {said(error)}")
 
 
 def play_kept(

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from counterpoise.errors import check_number, import_path, nearest
+from counterpoise.errors import check_number, import_path, nearest, own_code
 from counterpoise.types import Prompt
 
 __all__ = [
@@ -171,6 +171,7 @@ def task(
         return task(**{"reward": reward, **params, **name})
     check_number("task", or_none=True, success=success)
     built = _build(name, params)
+    _check_stream(name, built)
     if reward is None:
         return built
     if not hasattr(built, "reward"):
@@ -197,7 +198,20 @@ def _build(name: str, params: dict[str, Any]) -> Task:
     ]
     if missing:
         raise ValueError(f"task {name!r} needs the parameter {missing[0]!r}.")
-    return maker(**params)
+    with own_code(f"task {name!r}"):
+        return maker(**params)
+
+
+def _check_stream(name: str, built: Task) -> None:
+    """``prompts`` takes what the trainer gives to it."""
+    signature = inspect.signature(built.prompts)
+    try:
+        signature.bind("train", 0, start=0)
+    except TypeError as error:
+        raise ValueError(
+            f"task {name!r}: prompts{signature} cannot be called as prompts('train', 0, start=0)"
+            f" ({error}). Write def prompts(self, split, seed, start=0)."
+        ) from None
 
 
 def _maker(name: str) -> Any:

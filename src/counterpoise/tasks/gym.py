@@ -125,7 +125,8 @@ class Gym:
             entry = self._dataset[index]
             if split_of(entry["question"]) == split:
                 text = self.instruction.replace("{question}", entry["question"])
-                return Prompt(f"{self.name}/{index}", text, entry["answer"] or "", {"entry": entry})
+                answer = "" if entry["answer"] is None else str(entry["answer"])
+                return Prompt(f"{self.name}/{index}", text, answer, {"entry": entry})
         raise ValueError(
             f"gym:{self.name}: no {split} question in {MAX_DRAWS} draws; the dataset has too few"
             " distinct questions."

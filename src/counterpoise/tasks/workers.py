@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from counterpoise.errors import said
 from counterpoise.types import Prompt
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
         value = reward.item() if hasattr(reward, "item") else reward
     except Exception as error:
         # a grader's fault is reported with its rollout; it must not end a run
-        return Verdict(
-            0.0, "failed", f"the grader raised {type(error).__name__}: {str(error)[:200]}"
-        )
+        return Verdict(0.0, "failed", f"the grader raised {said(error)}")
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         kind = "the text " if isinstance(value, str) else ""
         problem = f"returned {kind}{str(value)[:60]!r}, expected a finite number"

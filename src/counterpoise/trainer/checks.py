@@ -8,7 +8,7 @@ from counterpoise.maths.adamw import check_8bit
 from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Task
 from counterpoise.trainer.config import Config, ConfigError
-from counterpoise.trainer.prompts import prompts_from
+from counterpoise.trainer.prompts import prompts_from, stream
 from counterpoise.types import Prompt
 
 SCORE = "turn_score_NU"  # what neither the sampler nor a forward can measure
@@ -17,10 +17,10 @@ VALUE = "value_NT"  # what completions measure
 
 def check_start(task: Task, seed: int, prompts: list[Prompt]) -> None:
     """A stream starts where it is told to; otherwise every batch would have the same prompts."""
-    later = next(iter(task.prompts("train", seed, start=1)), None)
-    if later is not None and len(prompts) > 1 and later.id != prompts[1].id:
+    after = stream(task, "train", seed, 1, 1)
+    if after and len(prompts) > 1 and after[0].id != prompts[1].id:
         raise ConfigError(
-            f"task: prompts('train', {seed}, start=1) begins with {later.id!r}, and the second"
+            f"task: prompts('train', {seed}, start=1) begins with {after[0].id!r}, and the second"
             f" prompt from start=0 is {prompts[1].id!r}. Prompt k must depend on split, seed and k"
             " alone."
         )
