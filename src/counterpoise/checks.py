@@ -46,6 +46,18 @@ def pad_rows(
     return out
 
 
+def number_column(values: Sequence[float], dtype: torch.dtype, name: str) -> Tensor:
+    """One number per rollout as a tensor."""
+    try:
+        return torch.as_tensor(values, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        expected = "number" if dtype.is_floating_point else "whole number"
+        raise ValueError(
+            f"from_lists: {name} must have one {expected} per rollout, got {str(values)[:60]}"
+            f" ({error})."
+        ) from None
+
+
 def check_kinds(batch: TokenBatch) -> None:
     """Columns are tensors: whole numbers for ids and groups, real numbers for the rest."""
     check_whole("TokenBatch", least=1, or_none=True, max_length=batch.max_length)

@@ -105,8 +105,8 @@ def import_path(path: str, where: str) -> Any:
         home = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{where} {path!r}: cannot import {module!r} ({error}). Is it installed or on"
-            " PYTHONPATH?"
+            f"{where} {path!r}: cannot import {module!r} ({error}). Is it installed,"
+            " in the folder of the recipe, in this one or on PYTHONPATH?"
         ) from error
     if not hasattr(home, name):
         public = [key for key in vars(home) if not key.startswith("_")]
@@ -114,6 +114,15 @@ def import_path(path: str, where: str) -> Any:
             f"{where} {path!r}: module {module!r} has no {name!r}. {nearest(name, public)}"
         )
     return getattr(home, name)
+
+
+def no_file(task: str, path: str, setting: str) -> str:
+    """The message for a file of a task that is not there: what was tried, and from where."""
+    looked = os.path.join(os.getcwd(), path)
+    return (
+        f"{task}: no such file: {path} (looked for {looked}). Give it as {setting}; a relative path"
+        " starts from the folder that you are in, not from that of the recipe."
+    )
 
 
 def check_number(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from counterpoise.checks import check_kinds, check_shapes, check_values, pad_rows
+from counterpoise.checks import check_kinds, check_shapes, check_values, number_column, pad_rows
 from counterpoise.stage import SUCCESS
 
 
@@ -167,8 +167,8 @@ class TokenBatch:
         return cls(
             token_ids_NT=pad_rows(token_ids, lengths, width, torch.long, "token_ids"),
             mask_NT=mask_NT,
-            group_N=torch.as_tensor(group, dtype=torch.long),
-            reward_N=torch.as_tensor(reward, dtype=dtype),
+            group_N=number_column(group, torch.long, "group"),
+            reward_N=number_column(reward, dtype, "reward"),
             **{
                 f"{name}_NT": pad_rows(rows, lengths, width, dtype, name)
                 for name, rows in ragged.items()

@@ -183,6 +183,20 @@ def test_core_imports_torch_alone():
         ),
         (lambda: cp.method("grpo", loss={"clip_low": -1}), "clip_low must be"),
         (lambda: cp.method("grpo", loss=[]), "at least one term"),
+        (
+            lambda: cp.method("grpo", clip_high=0.3),
+            r"unknown axis 'clip_high'. It is a parameter of clipped: write loss: \{clip_high: ...",
+        ),
+        (lambda: cp.method("grpo", plann="x"), "unknown axis 'plann'. Did you mean 'plan'"),
+        (lambda: cp.method("grpo").assign([[1, 2]]), "expected a TokenBatch .* got a list"),
+        (
+            lambda: batch(reward=[None, 0, 0, 1]),
+            r"reward must have one number per rollout, got \[None, 0, 0, 1\]",
+        ),
+        (
+            lambda: batch(group=["a", "a", "b", "b"]),
+            r"group must have one whole number per rollout, got \['a', 'a', 'b', 'b'\]",
+        ),
         (lambda: cp.method("grpo", credit={"fraction": 0.2}), "no stage whose parameters"),
         (
             lambda: cp.method("grpo", credit=[lambda credit_NT, batch: credit_NT[:1]]),

@@ -17,6 +17,7 @@ from counterpoise.cli.replay import replay as command
 from counterpoise.ledger.calculus.snapshot import snapshot
 from counterpoise.probes.replay import correlations
 from counterpoise.probes.replay import replay as replay_batch
+from helpers.make_run import make_run
 from helpers.probe_run import small_run
 
 # the run's task is a class of the tests
@@ -28,6 +29,15 @@ replay = functools.partial(replay_batch, trust=True)
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return small_run(tmp_path_factory.mktemp("replay") / "run", num_batches=1, ledger_every=0)
+
+
+def test_a_training_inside_trl_cannot_be_replayed(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"host": "trl"}))
+    (path / "config.yaml").write_text("host: trl\n")
+    with pytest.raises(ValueError, match="inside trl, which keeps no recipe .*counterpoise train"):
+        replay(path, 0, ["dapo"])
 
 
 def test_a_method_with_itself(run: Path) -> None:

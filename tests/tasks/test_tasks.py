@@ -197,6 +197,17 @@ def test_equal_answers(answer, text, equal):
     assert equal_answers(answer, text) is equal
 
 
+def test_a_relative_file_is_said_with_the_folder_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    place = f"questions.jsonl (looked for {tmp_path / 'questions.jsonl'})"
+    for name, setting in (("jsonl", "path"), ("jsonl", "test_path"), ("code", "path")):
+        with pytest.raises(ValueError) as error:
+            task(name, **{"path": "here.jsonl", setting: "questions.jsonl"})
+        assert place in str(error.value)
+        assert f"Give it as task.{setting}; a relative path starts from" in str(error.value)
+
+
 def test_jsonl_is_graded_in_a_worker(gsm):
     pairs = [(prompt, f"#### {prompt.answer}") for prompt in islice(gsm.prompts("train", 0), 6)]
     grades = grade(gsm, [*pairs, (pairs[0][0], "no number")], time_limit_s=60)

@@ -8,7 +8,14 @@ import pytest
 
 import counterpoise as cp
 from counterpoise.tasks import task
-from counterpoise.trainer.config import ConfigError, Section, load_config, parse_config
+from counterpoise.trainer.config import (
+    USUAL,
+    Config,
+    ConfigError,
+    Section,
+    load_config,
+    parse_config,
+)
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -48,6 +55,12 @@ def test_overrides_are_yaml_and_reach_every_depth(tmp_path):
     [
         ("nmu_batches: 3\n", "unknown key 'nmu_batches'. Did you mean 'num_batches'"),
         ("optimizer: {lrr: 1}\n", "unknown key 'optimizer.lrr'. Did you mean 'lr'"),
+        (
+            "optimizer: {learning_rate: 1}\n",
+            "'optimizer.learning_rate'. Here it is .*'optimizer.lr'",
+        ),
+        ("batch_size: 8\n", "unknown key 'batch_size'. Here it is called 'rollouts.prompts'"),
+        ("trackers: [foo]\n", r"trackio, wandb, got \['foo'\]\.$"),
         ("lora: {rank: 1}\n", "unknown key 'lora.rank'. Known: alpha, r, target_modules"),
         ("num_batches: many\n", "num_batches: .* got 'many'"),
         ("rollouts: {temperature: 0}\n", "rollouts.temperature: .* got 0"),
@@ -81,6 +94,13 @@ def test_an_empty_recipe_is_the_default():
         "arithmetic",
         4,
     )
+
+
+@pytest.mark.parametrize("key", USUAL.values())
+def test_what_usual_names_lead_to_is_there(key):
+    *section, name = key.split(".")
+    home = Config.model_fields[section[0]].annotation if section else Config
+    assert name in home.model_fields  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("section", [Section, *Section.__subclasses__()], ids=lambda s: s.__name__)

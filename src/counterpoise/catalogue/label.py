@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
+from counterpoise.errors import nearest
 from counterpoise.stage import NESTED
 
 
@@ -39,6 +40,15 @@ def label(method: str | Mapping[str, Any]) -> str:
 
 
 _ABSENT = object()  # of a method that is not a preset nothing is known: all it says is a change
+
+
+def axis_hint(name: str, stages: Mapping[str, Any]) -> str:
+    """Where a parameter belongs that was given as an axis; else the nearest axis."""
+    for axis, value in stages.items():
+        for stage in value if isinstance(value, tuple) else (value,):
+            if stage is not None and name in stage.parameters:
+                return f"It is a parameter of {stage.name}: write {axis}: {{{name}: ...}}."
+    return nearest(name, stages)
 
 
 def _change(value: object, preset: object) -> str:

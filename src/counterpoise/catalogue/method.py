@@ -26,13 +26,13 @@ from torch import Tensor
 
 from counterpoise.advantages import ADVANTAGES
 from counterpoise.catalogue.chain import advantage_metrics, apply_rules, check_order
-from counterpoise.catalogue.label import label
+from counterpoise.catalogue.label import axis_hint, label
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.rows import check_anchor, check_trainer_logp, update_rows
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
 from counterpoise.credit import RULES
-from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole, nearest
+from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
 from counterpoise.plans import PLANS, check_plan, manifest
@@ -340,6 +340,9 @@ class Method:
         return watch
 
     def _check_columns(self, batch: TokenBatch) -> None:
+        if not isinstance(batch, TokenBatch):
+            kind = type(batch).__name__
+            raise ValueError(f"method.assign: expected a TokenBatch (from_lists), got a {kind}.")
         for stage in self.stages:
             for column in sorted(stage.needs):
                 try:
@@ -357,7 +360,8 @@ def change_axes(method: Method, axes: Mapping[str, Axis]) -> Method:
     fields: dict[str, Any] = {}
     for axis, spec in axes.items():
         if axis not in AXES:
-            raise ValueError(f"method: unknown axis {axis!r}. {nearest(axis, AXES)}")
+            stages = {name: getattr(method, field) for name, field in AXES.items()}
+            raise ValueError(f"method: unknown axis {axis!r}. {axis_hint(axis, stages)}")
         fields[AXES[axis]] = _axis(axis, spec, getattr(method, AXES[axis]))
     return dataclasses.replace(method, **fields)
 

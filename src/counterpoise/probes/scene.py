@@ -21,7 +21,7 @@ from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import checkpoint
 from counterpoise.run.checkpoint import LoopState
 from counterpoise.run.files import batch_of
-from counterpoise.run.read import batch_files, check_current, checkpoints
+from counterpoise.run.read import batch_files, check_current, checkpoints, read_mapping
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.stage import success_of
 from counterpoise.tasks import task as make_task
@@ -141,6 +141,12 @@ def read_config(run_dir: Path, *, trust: bool = True) -> Config:
             " train` wrote."
         )
     check_current(run_dir)
+    host = read_mapping(run_dir / "manifest.json").get("host")
+    if host:
+        raise ValueError(
+            f"{run_dir} is the account of a training inside {host}, which keeps no recipe and no"
+            " checkpoints of ours. replay and probe work on the runs of `counterpoise train`."
+        )
     return load_config(run_dir / "config.yaml", trust=trust)
 
 

@@ -26,6 +26,7 @@ from counterpoise.errors import (
     check_text,
     check_whole,
     nearest,
+    no_file,
 )
 from counterpoise.tasks.sandbox import KINDS, SPARE_S, Limits, Program, Sandbox, why_not
 from counterpoise.tasks.stream import shuffled_passes
@@ -172,7 +173,7 @@ class Code:
 
     def _read(self) -> list[Row]:
         if "\0" in self.path or not Path(self.path).is_file():
-            raise ConfigError(f"task code: no such file: {self.path}. Give it as task.path.")
+            raise ConfigError(no_file("task code", self.path, "task.path"))
         lines = Path(self.path).read_bytes().splitlines()
         objects = {
             f"{self.path} line {number}": line

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from counterpoise.errors import check_number, check_text, nearest
+from counterpoise.errors import check_number, check_text, nearest, no_file
 from counterpoise.tasks.equations import false_equation
 from counterpoise.tasks.stream import shuffled_passes
 from counterpoise.types import Prompt
@@ -124,16 +124,17 @@ class Jsonl:
 
     def _split_rows(self, split: str) -> list[Prompt]:
         if self.test_path is not None:
-            return self._read(self.path if split == "train" else self.test_path)
+            is_test = split == "test"
+            return self._read(self.test_path, "test_path") if is_test else self._read(self.path)
         return [
             row
             for row in self._read(self.path)
             if _is_test(row.id, self.test_frac) == (split == "test")
         ]
 
-    def _read(self, path: str) -> list[Prompt]:
+    def _read(self, path: str, setting: str = "path") -> list[Prompt]:
         if "\0" in path or not Path(path).is_file():
-            raise ValueError(f"jsonl: no such file: {path}. Give it as task.path.")
+            raise ValueError(no_file("jsonl", path, f"task.{setting}"))
         with open(path, "rb") as lines:
             rows = [
                 self._prompt(f"{path} line {number}", line)

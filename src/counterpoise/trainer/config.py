@@ -243,6 +243,25 @@ RENAMED = {
 }
 
 
+# keys of other trainers -> ours
+USUAL = {
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "batch_size": "rollouts.prompts",
+    "num_generations": "rollouts.group_size",
+    "group_size": "rollouts.group_size",
+    "temperature": "rollouts.temperature",
+    "max_tokens": "rollouts.max_new_tokens",
+    "max_new_tokens": "rollouts.max_new_tokens",
+    "max_completion_length": "rollouts.max_new_tokens",
+    "steps": "num_batches",
+    "max_steps": "num_batches",
+    "epochs": "optimizer.epochs",
+    "max_grad_norm": "optimizer.clip_norm",
+    "output_dir": "run_dir",
+}
+
+
 def load_config(
     path: str | Path, overrides: list[str] | None = None, *, trust: bool = True
 ) -> Config:
@@ -371,10 +390,9 @@ def _first_fault(error: ValidationError) -> str:
                 ),
                 section,
             )
-        return (
-            f"config: unknown key {where!r}. {nearest(str(fault['loc'][-1]), section.model_fields)}"
-        )
-    return (
-        f"config: {where}: {fault['msg'].removeprefix('Value error, ')}, got"
-        f" {fault.get('input')!r}."
-    )
+        key = str(fault["loc"][-1])
+        if key in USUAL:
+            return f"config: unknown key {where!r}. Here it is called {USUAL[key]!r}."
+        return f"config: unknown key {where!r}. {nearest(key, section.model_fields)}"
+    problem = fault["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"config: {where}: {problem}, got {fault.get('input')!r}."
