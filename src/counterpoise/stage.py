@@ -36,12 +36,7 @@ SUCCESS = 0.5
 
 
 def success_of(task: Mapping[str, Any]) -> float | None:
-    """The threshold of a recipe's ``task``, None where nothing was said.
-
-    >>> success_of({"name": "arithmetic"}), success_of({"name": "code"})
-    (None, 1.0)
-    """
-    # a program is right where all its tests hold
+    """The threshold of a recipe's ``task``, None where nothing was said; of programs all tests."""
     given = task.get("success", 1.0 if task.get("name") == "code" else None)
     return None if given is None else float(given)
 

@@ -12,6 +12,7 @@ import torch
 import counterpoise as cp
 from counterpoise.errors import MethodWarning
 from counterpoise.run.read import read_jsonl
+from counterpoise.stage import success_of
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
 from counterpoise.trainer.progress import Progress
@@ -183,3 +184,10 @@ def test_a_run_says_it_in_the_terminal_and_in_its_folder(tmp_path, monkeypatch, 
     said = [line for row in rows for line in row.get("warnings", [])]
     assert sum("batches are successes" in line for line in said) == 1
     assert [row["success/is_suspect"] for row in rows] == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_program_is_right_where_all_its_tests_hold():
+    assert success_of({"name": "arithmetic"}) is None
+    assert success_of({"name": "code"}) == 1.0
+    assert success_of({"name": "code", "success": 0.5}) == 0.5
+    assert parse_config({"task": {"name": "code", "path": "x.jsonl"}}).success == 1.0
