@@ -96,7 +96,7 @@ def _drawing(design: Design, results: ByArm, table: Table, metric: str) -> Drawi
     drawing = style.curves(series, x="batches trained", markers=True)
     others = [one for name, one in curves.items() if one and name not in names]
     _add_grey(drawing, others)
-    drawing.figure.update_yaxes(tickformat=".1~%")
+    drawing.figure.update_yaxes(tickformat=style.PERCENT)
     keys = [style.Key(f"{len(others)} more", style.NEUTRAL, "solid", "")] if others else []
     return Drawing(drawing.figure, [*drawing.keys, *keys])
 

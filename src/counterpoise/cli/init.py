@@ -31,6 +31,7 @@ optimizer:
 eval: {every: 10, prompts: 100} # held-out prompts, every so many batches
 ledger: {every: 5}              # record what updates did to every token, every so many batches
 checkpoint_every: 10            # for --resume
+keep_every: 10                  # checkpoints that stay, for replay and probe
 """
 
 TASK = '''\

@@ -106,7 +106,7 @@ def of_rewards(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     if not series:
         return None
     drawing = figures.bars(series, y="share of rollouts", unit="rollouts")
-    drawing.figure.update_yaxes(tickformat=".0%")
+    drawing.figure.update_yaxes(tickformat=figures.PERCENT)
     return drawing
 
 
@@ -138,7 +138,7 @@ def of_curves(groups: Sequence[Group], key: str, *, zero: bool = False) -> Drawi
     x = "batches trained" if is_eval else "batch"
     drawing = figures.curves(series, markers=is_eval, x=x, zero=zero)
     if is_share(key):
-        drawing.figure.update_yaxes(tickformat=".1~%")
+        drawing.figure.update_yaxes(tickformat=figures.PERCENT)
     return drawing
 
 
@@ -245,7 +245,7 @@ def of_flips(groups: Sequence[Group], batch: int | None) -> Drawing | None:
     if not lines:
         return None
     drawing = figures.lines(lines, y="share of tokens", write=percent)
-    drawing.figure.update_yaxes(tickformat=".0%")
+    drawing.figure.update_yaxes(tickformat=figures.PERCENT)
     return drawing
 
 

@@ -85,5 +85,5 @@ def _shown(
     if not is_share:
         return figures.lines(lines)
     drawing = figures.lines(lines, y="share of rollouts", write=percent)
-    drawing.figure.update_yaxes(tickformat=".0%")
+    drawing.figure.update_yaxes(tickformat=figures.PERCENT)
     return drawing
