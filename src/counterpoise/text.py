@@ -166,11 +166,14 @@ def with_interval(
 
 
 def percent(mean: float | None, low: float | None = None, high: float | None = None) -> str:
-    """A share and its interval as percentages, the same in the terminal and on the pages.
+    """A share and its interval as percentages, the same in the terminal and on the pages; an
+    interval over few runs is cut where no share can be.
 
-    >>> percent(0.4875, 0.4375, 0.535), percent(0.5), percent(math.nan)
-    ('48.8% [43.8, 53.5]', '50.0%', '–')
+    >>> percent(0.4875, 0.4375, 0.535), percent(0.5), percent(math.nan), percent(0.1, -0.2, 0.4)
+    ('48.8% [43.8, 53.5]', '50.0%', '–', '10.0% [0.0, 40.0]')
     """
+    low = 0.0 if low is not None and low < 0 <= (mean or 0) else low
+    high = 1.0 if high is not None and high > 1 >= (mean or 0) else high
     return _scaled(mean, low, high, "{:.1f}", "%")
 
 
