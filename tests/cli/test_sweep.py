@@ -61,7 +61,8 @@ def test_a_sweep_trains_compares_and_goes_on_where_it_stopped(tmp_path, monkeypa
     bad, args = "{name: grpo, credit: ['moody:rule']}", ("--seeds", "0", "--jobs", "2")
     code, out, err = sweep(capfd, "--methods", bad, "grpo", "rloo", *args)
     assert code == 1
-    assert [line.endswith("not today") for line in err.splitlines() if "failed: " in line] == [True]
+    (failed,) = [line for line in err.splitlines() if "failed: " in line]
+    assert "not today" in failed and "moody.py:" in failed
     runs = tmp_path / "runs" / "demo-sweep"
     folders = [runs / f"{name}_plan_query_preserved-seed0" for name in ("grpo", "rloo")]
     assert all(len(read_jsonl(folder / "metrics.jsonl")) == 3 for folder in folders)
