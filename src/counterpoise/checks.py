@@ -140,7 +140,7 @@ def check_values(batch: TokenBatch) -> None:
                 f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}."
             )
         if name.endswith("logp_NT"):
-            check_logp(f"TokenBatch: {name}", torch.where(batch.mask_NT, value, 0))
+            _check_logp(name, torch.where(batch.mask_NT, value, 0))
     check_turns(batch)
     check_segments(batch)
 
@@ -206,17 +206,13 @@ def check_turns(batch: TokenBatch) -> None:
             )
 
 
-def check_logp(name: str, logp_NT: Tensor, row_N: Tensor | None = None) -> None:
-    """Raise at the first log-prob above 0, which rounding alone cannot explain; ``row_N`` has the
-    numbers of the rollouts, where they are not those of the rows.
-    """
+def _check_logp(name: str, logp_NT: Tensor) -> None:
     bad_NT = logp_NT > LOGP_ROUNDING
     if bad_NT.any():
         row, token = bad_NT.nonzero()[0].tolist()
-        rollout = row if row_N is None else int(row_N[row])
         raise ValueError(
-            f"{name} is {float(logp_NT[row, token]):g} at token {token} of rollout {rollout}, and"
-            " log-probs are <= 0. Pass log-probs, neither probabilities nor logits."
+            f"TokenBatch: {name} is {float(logp_NT[row, token]):g} at token {token} of rollout"
+            f" {row}, and log-probs are <= 0. Pass log-probs, neither probabilities nor logits."
         )
 
 

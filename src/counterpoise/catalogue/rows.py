@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoise.checks import LOGP_ROUNDING, check_logp
 from counterpoise.maths.reduce import Reduce, check_finite
 from counterpoise.maths.turns import token_advantage
 from counterpoise.reductions import constant_length
@@ -91,8 +90,8 @@ def scale_of_kept(
 
 
 def check_trainer_logp(logp_NT: Tensor, rows: Rows) -> None:
-    """Log-probs of these rows: one per token, finite and not positive. The values are read once,
-    since an accelerator waits for each reading.
+    """Log-probs of these rows: one per token, and finite. Those above 0 pass: half precision may
+    lift one there, and a training must not end by it.
     """
     if logp_NT.shape != rows.mask_NT.shape:
         raise ValueError(
@@ -100,11 +99,7 @@ def check_trainer_logp(logp_NT: Tensor, rows: Rows) -> None:
             f" {list(rows.mask_NT.shape)}, that of the rows. Score the rollouts of rows.row_R, or"
             " take their rows of the whole batch: trainer_logp_NT[rows.row_R]."
         )
-    is_fit_NT = (logp_NT > -torch.inf) & (logp_NT <= LOGP_ROUNDING)
-    if (rows.mask_NT & ~is_fit_NT).any():
-        check_finite("trainer_logp_NT", logp_NT, rows.mask_NT, rows.row_R)
-        masked_NT = torch.where(rows.mask_NT, logp_NT, 0)
-        check_logp("method.loss: trainer_logp_NT", masked_NT, rows.row_R)
+    check_finite("trainer_logp_NT", logp_NT, rows.mask_NT, rows.row_R)
 
 
 def check_anchor(rules: Sequence[Stage], host: str) -> None:
