@@ -7,7 +7,7 @@ Axes: N rows of the update, T response tokens, M tokens laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
 from counterpoise.maths.head import Head
 from counterpoise.maths.many import copies, negate_
+from counterpoise.maths.transfer import send
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone, evaluating
 from counterpoise.policy.fused import has_triton_layers
@@ -56,12 +57,13 @@ class Scores(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Columns of the token table for the update's rows, [N, T]; ``notes`` say what is missing and
-    why.
+    """Columns of the token table for the update's rows, [N, T], on the CPU or where the model is;
+    ``notes`` say what is missing and why.
     """
 
     columns: dict[str, Tensor]
     notes: list[str]
+    noise_floor: float
 
 
 def account(
@@ -81,16 +83,20 @@ def account(
     noise_floor: float | None = None,
     own_tokens: int = 0,
     seed: int = 0,
+    count_P: Sequence[float] | None = None,
 ) -> Account:
     """Account for the update that led from ``before`` to the model's present parameters.
+
+    The host does not wait for an accelerator, unless it has to measure the noise floor or to read
+    ``count_P``, or sees a model for the first time.
 
     Args:
         model, optimizer: after the update.
         before: the trainable parameters before it (``copied(trainable(model))``).
         texts: the update's rows as the model reads them.
-        rows, loss: what the update used, and what its loss returned.
+        rows, loss: what the update used, and what its loss returned; on the CPU.
         clip_factor: by which the gradient was scaled.
-        classes: axis -> class -> mask, see ``classes.token_classes``.
+        classes: axis -> class -> mask, see ``classes.token_classes``; on the CPU.
         gradient: what the optimizer got, if it was kept: saves a backward an axis (see
             ``decompose``).
         autocast: precision of the training forward; gradients and forward-mode passes use it.
@@ -102,15 +108,15 @@ def account(
             predictions out.
         noise_floor: where it is known already; None measures it.
         own_tokens: of how many tokens the own part is computed, drawn with ``seed``.
+        count_P: updates of each parameter, see ``optimizers.update_counts``; None reads them.
     """
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     updates, notes = None, []
     try:
-        updates = response(optimizer, live)
+        updates = response(optimizer, live, count_P)
     except UnknownOptimizer as unknown:
         notes.append(str(unknown))
     weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    # what the host has to read comes first: it waits for all that an accelerator was given before
     num = own_tokens if updates is not None else 0
     tokens = draw_tokens(weight_NT, num, torch.Generator().manual_seed(seed))
     laid_out = lay_out(model, texts, before, tokens)
@@ -127,12 +133,12 @@ def account(
             " own_head is empty."
         )
     if scores.own_head_NT is not None:
-        columns["own_head"] = weight_NT * scores.own_head_NT
+        columns["own_head"] = send(weight_NT, model.device) * scores.own_head_NT
     if updates is not None and own_tokens:
         part_S = own_parts(model, texts, before, updates, laid_out, autocast, kernels)
         columns["own"] = own_column(weight_NT, tokens, part_S)
     if is_batched is None:
-        return Account(columns, notes)
+        return Account(columns, notes, scores.noise_floor)
     after = {name: p.detach() for name, p in live.items()}
     total = None
     if gradient is not None:
@@ -151,7 +157,7 @@ def account(
     if "own" in columns:
         columns["others"] = parts.predicted_NT - columns["own"]
     columns |= part_columns(parts.parts)
-    return Account(columns, notes)
+    return Account(columns, notes, scores.noise_floor)
 
 
 def score_update(
@@ -185,9 +191,7 @@ def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT
 
     In another cut and with the maths path of attention, so that rounding shows even where a kernel
     repeats itself bit for bit."""
-    again = texts.select(
-        torch.arange(0, len(texts.mask_NT), NOISE_STRIDE, device=texts.mask_NT.device)
-    )
+    again = texts.select(torch.arange(0, len(texts.mask_NT), NOISE_STRIDE))
     with sdpa_kernel(SDPBackend.MATH):
         repeat_RT = at(model, before, lambda m: _measure(m, again, {"trainer_logp_NT"}))[
             "trainer_logp_NT"
@@ -200,19 +204,26 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
     delta_NT = scores.logp_after_NT - scores.logp_before_NT
     change_NT = change_sign(delta_NT, scores.noise_floor)
     column = {
-        "coef": loss.coef_NT,
-        "scale": rows.scale_NT,
-        "is_clipped": loss.clipped_NT,
-        "ratio": loss.ratio_NT,
+        **loss_columns(rows, loss),
         "trainer_logp": scores.logp_before_NT,
         "trainer_logp_after": scores.logp_after_NT,
         "delta": delta_NT,
         "noise_floor": torch.full_like(delta_NT, scores.noise_floor),
         "change": change_NT,
-        "is_flip": is_flip(change_NT, rows.sign_NT),
+        "is_flip": is_flip(change_NT, send(rows.sign_NT, change_NT.device)),
         "entropy": scores.entropy_NT,
     }
     return column if scores.kl_NT is None else column | {"kl": scores.kl_NT}
+
+
+def loss_columns(rows: Rows, loss: TokenLoss) -> dict[str, Tensor]:
+    """What the update used."""
+    return {
+        "coef": loss.coef_NT,
+        "scale": rows.scale_NT,
+        "is_clipped": loss.clipped_NT,
+        "ratio": loss.ratio_NT,
+    }
 
 
 def part_columns(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -266,7 +277,7 @@ def _change(
     with evaluating(model):
         share, fused = shares_prompts(backbone(model)), has_triton_layers(model)
         for picked in texts.cut(share)(range(len(texts.mask_NT)), texts.token_budget):
-            row_B = torch.tensor(picked, device=texts.mask_NT.device)
+            row_B = torch.tensor(picked)
             ids_BT, mask_BT = texts.token_ids_NT[row_B], texts.mask_NT[row_B]
             prompts = [texts.prompt_ids[row] for row in picked]
             rows = pack_rows(prompts, ids_BT, mask_BT, model.device, share=share)
@@ -278,7 +289,7 @@ def _change(
                 response=updates,
                 fused=fused,
             )
-            place = row_B.to(model.device)[rows.row_M], rows.column_M
+            place = send(row_B, model.device)[rows.row_M], rows.column_M
             for number, value_M in enumerate(change):
                 if value_M is not None:
                     column_NT = columns[number]
@@ -299,7 +310,8 @@ def packed_state(model: PreTrainedModel, rows: Packed) -> HeadState:
 
 def place_tokens(value_M: Tensor, mask_NT: Tensor) -> Tensor:
     """Values of tokens laid end to end, back on [N, T]; 0 on padding."""
-    return value_M.new_zeros(mask_NT.shape).masked_scatter(mask_NT, value_M)
+    here_NT = send(mask_NT, value_M.device)
+    return value_M.new_zeros(mask_NT.shape).masked_scatter(here_NT, value_M)
 
 
 def _logp_change(model: PreTrainedModel, before: Params, texts: Texts) -> HeadChange:

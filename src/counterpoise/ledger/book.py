@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,17 +25,18 @@ from transformers import PreTrainedModel
 from counterpoise.ledger.account import account
 from counterpoise.ledger.calculus.decompose import forward_mode
 from counterpoise.ledger.calculus.logprobs import Params, Texts, copy_params, of_model, trainable
+from counterpoise.ledger.calculus.optimizers import update_counts
 from counterpoise.ledger.measures.categories import categories, name_tokens
 from counterpoise.ledger.measures.classes import Facts, check_axes, token_classes
 from counterpoise.ledger.measures.residual import residuals
-from counterpoise.ledger.measures.sharing import Sharing, sharing
+from counterpoise.ledger.measures.sharing import sharing
 from counterpoise.ledger.summary import mean_of, summary, tax
 from counterpoise.ledger.table import token_table
 from counterpoise.maths.reduce import derived_seed
+from counterpoise.maths.transfer import fetch
 from counterpoise.maths.turns import token_advantage
 from counterpoise.types import Credit, Rows, TokenBatch, TokenLoss
 
-Columns = TypeVar("Columns", Rows, TokenLoss)
 OWN_TOKENS = 8  # of an update
 _FORWARD_MODE: WeakKeyDictionary[nn.Module, tuple[bool | None, str]] = (
     WeakKeyDictionary()
@@ -69,6 +70,13 @@ class Settings(NamedTuple):
 DEFAULT = Settings()
 
 
+class Entry(NamedTuple):
+    """The columns of one update, [R, T], wherever they were computed; ``row_R`` on the CPU."""
+
+    row_R: Tensor
+    columns: dict[str, Tensor]
+
+
 class Book:
     """Holds the columns of a batch while its updates happen; reads the model and
     the optimizer and changes neither.
@@ -96,25 +104,33 @@ class Book:
             credit,
             settings,
         )
-        self.texts = Texts(
-            prompt_ids,
-            batch.token_ids_NT,
-            batch.mask_NT,
-            settings.temperature,
-            settings.token_budget,
-        )
-        distinct_I, index_NT = torch.unique(batch.token_ids_NT, return_inverse=True)
+        ids_NT, mask_NT = fetch([batch.token_ids_NT, batch.mask_NT])
+        self.texts = Texts(prompt_ids, ids_NT, mask_NT, settings.temperature, settings.token_budget)
+        distinct_I, index_NT = torch.unique(ids_NT, return_inverse=True)
         self.vocabulary = token_texts(distinct_I.tolist())
         names, why = name_tokens(settings.categories, self.vocabulary)
         self.facts = _facts(batch, credit, names, index_NT)
-        self.columns: dict[str, Tensor] = {"vocabulary_index": index_NT.cpu()}
         self.notes: list[str] = [] if why is None else [why]
-        self.taxes: list[dict[str, float]] = []
+        self._columns: dict[str, Tensor] = {"vocabulary_index": index_NT}
+        self._taxes: list[dict[str, float]] = []
+        self._entries: list[Entry] = []  # not in the columns yet
         self.residuals: list[dict[str, float]] = []
         self._noise_floor: float | None = None
         self._before: Params | None = None
         self._gradient: Params | None = None
         self._hook: Any = None
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """[N, T] on the CPU, NaN where a rollout took part in no update."""
+        self._settle()
+        return self._columns
+
+    @property
+    def taxes(self) -> list[dict[str, float]]:
+        """The learning tax of every update."""
+        self._settle()
+        return self._taxes
 
     def before(self) -> None:
         """Keep the parameters, and the gradient when the optimizer gets it; call just before an
@@ -126,23 +142,28 @@ class Book:
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
         """Account for the update just taken.
 
+        The host waits for an accelerator once, to read what the update used; what it computes from
+        there on is read when somebody asks for it.
+
         Args:
             rows: the rollouts it was trained on (``row_R`` are rows of the batch).
             loss: what its loss returned for them.
             clip_factor: by which the gradient was scaled before the batch.
         """
         assert self._before is not None, "before() comes before after()"
-        texts = self.texts.select(rows.row_R)
-        facts = self.facts.select(rows.row_R)
+        live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        known = read_update(rows, loss, update_counts(self.optimizer, live))
+        row_R = known.rows.row_R
+        texts = self.texts.select(row_R)
         entry = account(
             self.model,
             self.optimizer,
             self._before,
             texts,
-            rows,
-            loss,
+            known.rows,
+            known.loss,
             clip_factor,
-            token_classes(self.settings.axes, facts),
+            token_classes(self.settings.axes, self.facts.select(row_R)),
             self._gradient,
             self.settings.autocast,
             self.settings.kernels,
@@ -150,16 +171,10 @@ class Book:
             noise_floor=self._noise_floor,
             own_tokens=self.settings.own_tokens,
             seed=derived_seed(self.settings.seed, len(self.residuals), "own"),
+            count_P=known.count_P.tolist(),
         )
-        self._noise_floor = float(
-            entry.columns["noise_floor"].max()
-        )  # rounding is that of the batch: measured at its first batch
-        number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
-        for name, value_RT in (entry.columns | {"update": number}).items():
-            self._write(name, rows.row_R, value_RT)
-        # walking a trie is many small batches: on the CPU, where each costs least
-        self.residuals.append(residuals(texts.token_ids_NT.cpu(), on_cpu(rows), on_cpu(loss)))
-        self.taxes.append(tax(entry.columns.get("kl"), facts))
+        self._noise_floor = entry.noise_floor  # rounding is that of the batch
+        self._keep(known, entry.columns)
         for note in entry.notes:
             self._note(note)
         self.let_go()
@@ -212,13 +227,31 @@ class Book:
         if note not in self.notes:
             self.notes.append(note)
 
+    def _keep(self, known: Known, columns: dict[str, Tensor]) -> None:
+        """Columns of an update, to be read later, and its residuals."""
+        rows, number = known.rows, float(len(self.residuals))
+        update_RT = torch.full(rows.mask_NT.shape, number)
+        self._entries.append(Entry(rows.row_R, columns | {"update": update_RT}))
+        # walking a trie is many small steps: on the CPU, where each costs least
+        ids_RT = self.texts.token_ids_NT[rows.row_R]
+        self.residuals.append(residuals(ids_RT, rows, known.loss))
+
+    def _settle(self) -> None:
+        """Write what the updates left into the columns: one wait for all of them."""
+        entries, self._entries = self._entries, []
+        values = iter(fetch([value for entry in entries for value in entry.columns.values()]))
+        for entry in entries:
+            columns = {name: next(values) for name in entry.columns}
+            for name, value_RT in columns.items():
+                self._write(name, entry.row_R, value_RT.detach())
+            self._taxes.append(tax(columns.get("kl"), self.facts.select(entry.row_R)))
+
     def _write(self, name: str, row_R: Tensor, value_RT: Tensor) -> None:
-        value_RT = value_RT.detach().cpu()
         value_RT = value_RT if value_RT.is_floating_point() else value_RT.to(torch.float32)
-        column = self.columns.setdefault(
+        column = self._columns.setdefault(
             name, value_RT.new_full(self.batch.mask_NT.shape, torch.nan)
         )
-        column[row_R.cpu()] = value_RT
+        column[row_R] = value_RT
 
 
 @contextmanager
@@ -240,22 +273,31 @@ def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator
 
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
     distinct = list(dict.fromkeys(names))
-    category_I = torch.tensor([distinct.index(name) for name in names], device=index_NT.device)
-    advantage_NT = token_advantage(credit, batch)
-    shared = sharing(
-        batch.token_ids_NT.cpu(), batch.mask_NT.cpu(), batch.group_N.cpu(), advantage_NT.cpu()
-    )
+    category_I = torch.tensor([distinct.index(name) for name in names])
+    columns = (batch.token_ids_NT, batch.mask_NT, batch.group_N, token_advantage(credit, batch))
+    ids_NT, mask_NT, group_N, advantage_NT, logp_NT = fetch([*columns, batch.sampler_logp_NT])
     return Facts(
-        mask_NT=batch.mask_NT,
+        mask_NT=mask_NT,
         advantage_NT=advantage_NT,
-        sampler_logp_NT=batch.sampler_logp_NT,
+        sampler_logp_NT=logp_NT,
         category_NT=category_I[index_NT],
         category_names=distinct,
-        sharing=Sharing(*(column.to(index_NT.device) for column in shared)),
+        sharing=sharing(ids_NT, mask_NT, group_N, advantage_NT),
     )
 
 
-def on_cpu(columns: Columns) -> Columns:
-    """The tensors of a named tuple on the CPU."""
-    moved: list[Any] = [None if column is None else column.cpu() for column in columns]
-    return type(columns)(*moved)
+class Known(NamedTuple):
+    """What the host knows of an update, on the CPU; ``count_P``: see ``update_counts``."""
+
+    rows: Rows
+    loss: TokenLoss
+    count_P: Tensor
+
+
+def read_update(rows: Rows, loss: TokenLoss, count_P: Tensor) -> Known:
+    """The same on the CPU, with one wait for all of it."""
+    columns = [*rows, *loss, count_P]
+    values = iter(fetch([column.detach() for column in columns if column is not None]))
+    known: list[Any] = [None if column is None else next(values) for column in columns]
+    cut = len(rows)
+    return Known(Rows(*known[:cut]), TokenLoss(*known[cut:-1]), known[-1])

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.maths.head import head_kl, head_logits, head_scores, logits_kl, logits_scores
+from counterpoise.maths.transfer import fetch, send
 from counterpoise.policy.backbone import Backbone, backbone, evaluating
 from counterpoise.policy.pack import (
     Packed,
@@ -138,6 +139,7 @@ def _forward(
     ref_model: PreTrainedModel | None = None,
 ) -> dict[str, Tensor]:
     columns: dict[str, Tensor] = {}
+    token_ids_NT, mask_NT = fetch([token_ids_NT, mask_NT])
     with evaluating(model), nullcontext() if ref_model is None else evaluating(ref_model):
         parts = backbone(model)
         ref = None if ref_model is None else (ref_model, backbone(ref_model))
@@ -145,7 +147,7 @@ def _forward(
         for picked in row_buckets(
             prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
         ):
-            row_B = torch.tensor(picked, device=token_ids_NT.device)
+            row_B = torch.tensor(picked)
             rows = pack_rows(
                 [prompt_ids[row] for row in picked],
                 token_ids_NT[row_B],
@@ -160,7 +162,7 @@ def _forward(
             for name, value in bucket.items():
                 if name not in columns:
                     columns[name] = value.new_zeros(*mask_NT.shape, *value.shape[1:])
-                columns[name][row_B.to(value.device)[rows.row_M], rows.column_M] = value
+                columns[name][send(row_B, value.device)[rows.row_M], rows.column_M] = value
     return columns
 
 

@@ -11,18 +11,22 @@ Axes: N rollouts, T response tokens, L tokens of prompt + response, M response t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from counterpoise.maths.transfer import fetch, send
 from counterpoise.policy.backbone import Backbone
 from counterpoise.policy.prefix import (
     Prefixes,
     Size,
     can_share,
+    can_skip_masks,
+    causal_attention,
+    grain_of,
     hidden_of_prefixes,
     num_laid_out,
     prefixes,
@@ -62,6 +66,9 @@ def pack_rows(
     """Rows laid out for a forward: whole, or with ``share`` as distinct prompts and responses where
     that saves enough.
 
+    The host lays them out, since the layout depends on the mask: where ids and mask lie on the CPU
+    it does not wait for the device.
+
     >>> rows = pack_rows(
     ...     [[7, 8], [9]],
     ...     torch.tensor([[1, 2], [3, 0]]),
@@ -71,12 +78,16 @@ def pack_rows(
     >>> rows.layout.ids_NL.tolist()
     [[7, 8, 1, 2], [9, 3, 0, 0]]
     """
-    token_ids_NT, mask_NT = token_ids_NT.to(device), mask_NT.to(device).bool()
+    token_ids_NT, mask_NT = fetch([token_ids_NT, mask_NT.bool()])
     row_M, column_M = mask_NT.nonzero(as_tuple=True)
     own = response_lengths(mask_NT)
-    layout = prefixes(prompt_ids, token_ids_NT, own) if share else None
+    layout = prefixes(prompt_ids, token_ids_NT, own, grain_of(device)) if share else None
     layout = layout or whole(prompt_ids, token_ids_NT, own, row_M, column_M)
-    return Packed(row_M, column_M, token_ids_NT[row_M, column_M], layout)
+    index = (row_M, column_M, token_ids_NT[row_M, column_M])
+    return Packed(
+        *(send(part, device) for part in index),
+        type(layout)(*(send(part, device) for part in layout)),
+    )
 
 
 def whole(
@@ -107,9 +118,10 @@ def hidden_of(parts: Backbone, rows: Packed) -> Tensor:
     with kernels_without_plans():
         if isinstance(rows.layout, Prefixes):
             return hidden_of_prefixes(parts.decoder, rows.layout, rows.row_M, rows.column_M)
-        return parts.decoder(input_ids=rows.layout.ids_NL, use_cache=False).last_hidden_state[
-            rows.row_M, rows.layout.position_M
-        ]
+        skips = can_skip_masks(parts.decoder)
+        with causal_attention(parts.decoder.config) if skips else nullcontext():
+            out = parts.decoder(input_ids=rows.layout.ids_NL, use_cache=False)
+    return out.last_hidden_state[rows.row_M, rows.layout.position_M]
 
 
 def own_logits(model: PreTrainedModel, rows: Packed, temperature: float) -> Tensor:

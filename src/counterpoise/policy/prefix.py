@@ -19,11 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from counterpoise.policy.architecture import rotates_by_length
 from counterpoise.policy.prompts import distinct, pad_prompts
 
 NAME = "counterpoise_prefix"
+CAUSAL = "counterpoise_causal"
 DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 ALIGNMENT = 16  # numbers; kernels that take a mask want its rows so
 # tokens; on CUDA products whose sides are no multiple of it take a kernel several times slower
@@ -74,7 +76,10 @@ def num_laid_out(size: Size) -> tuple[int, bool]:
 
 
 def prefixes(
-    prompt_ids: Sequence[Sequence[int]], token_ids_NT: Tensor, lengths: Sequence[int]
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids_NT: Tensor,
+    lengths: Sequence[int],
+    grain: int = 1,
 ) -> Prefixes | None:
     """The rows as prompts and responses; None where reading prompts once would save too little.
 
@@ -82,6 +87,7 @@ def prefixes(
         prompt_ids: the prompt's token ids of every row.
         token_ids_NT: the responses.
         lengths: tokens of each.
+        grain: widths are multiples of it, see ``grain_of``.
 
     >>> prefixes([[7, 8], [7, 8]], torch.tensor([[1, 2, 3], [4, 5, 0]]), [3, 2]).ids_PW.tolist()
     [[7, 8]]
@@ -93,7 +99,6 @@ def prefixes(
     )[1]:
         return None
     device = token_ids_NT.device
-    grain = GRAIN if device.type == "cuda" else 1
     ids_NS = token_ids_NT[:, : width - 1]
     return Prefixes(
         pad_prompts(different, device, grain),
@@ -101,6 +106,11 @@ def prefixes(
         torch.tensor(number, device=device),
         F.pad(ids_NS, (0, -ids_NS.shape[1] % grain)),
     )
+
+
+def grain_of(device: torch.device) -> int:
+    """Tokens that widths are multiples of, for a forward on the device."""
+    return GRAIN if device.type == "cuda" else 1
 
 
 def can_share(decoder: PreTrainedModel) -> bool:
@@ -223,6 +233,32 @@ def own_attention(config: Any) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
+def can_skip_masks(decoder: PreTrainedModel) -> bool:
+    """Whether ``causal_attention`` spares a forward over whole rows a wait: on an accelerator, and
+    attention is torch's without a window.
+    """
+    config = decoder.config
+    return (
+        type(decoder).__name__ in DECODERS
+        and config._attn_implementation == "sdpa"
+        and not getattr(config, "use_sliding_window", False)
+        and decoder.device.type == "cuda"
+    )
+
+
+@contextmanager
+def causal_attention(config: Any) -> Iterator[None]:
+    """The model's attention is torch's own under a name for which Hugging Face makes no mask: for
+    its own name it asks the accelerator whether a row holds several texts, and waits.
+    """
+    implementation = config._attn_implementation
+    config._attn_implementation = CAUSAL
+    try:
+        yield
+    finally:
+        config._attn_implementation = implementation
+
+
 @contextmanager
 def without_masks(config: Any) -> Iterator[None]:
     """The model's layers need no mask for the block: lengths tell them what a token sees."""
@@ -295,3 +331,4 @@ def _mask(decoder: PreTrainedModel, rows: Prefixes) -> Tensor:
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)

@@ -14,6 +14,7 @@ import torch
 from counterpoise.ledger.account import head_state
 from counterpoise.ledger.calculus.head_kernel import coupling_table, head_kernel
 from counterpoise.ledger.calculus.logprobs import of_model
+from counterpoise.maths.transfer import send
 from counterpoise.policy.precision import autocast
 from counterpoise.probes.output import (
     Drawing,
@@ -63,7 +64,7 @@ def head_rows(scene: Scene, num: int) -> list[dict[str, Any]]:
     pick_M = has_sign_M[
         torch.linspace(0, len(has_sign_M) - 1, min(num, len(has_sign_M))).round().long().unique()
     ]
-    target_M = texts.token_ids_NT[texts.mask_NT][pick_M]
+    target_M = send(texts.token_ids_NT[texts.mask_NT], pick_M.device)[pick_M]
     prompt_M, sign_M = (
         column.expand_as(rows.mask_NT)[rows.mask_NT][pick_M]
         for column in (rows.group_N[:, None], rows.sign_NT)
@@ -89,7 +90,8 @@ def masked_rows(scene: Scene, targets: int, seed: int) -> list[dict[str, Any]]:
     weight_RT = change.update.loss.coef_NT * rows.scale_NT * change.update.clip_factor
     logprobs, scorer = of_model(model, texts, lambda: autocast(model)), of_model(model, texts)
     update = full_update(model, scene.optimizer, logprobs, weight_RT, scorer)
-    return causal_rows(update, rows, texts.token_ids_NT, change.scores.entropy_NT, targets, seed)
+    ids_RT = send(texts.token_ids_NT, rows.mask_NT.device)
+    return causal_rows(update, rows, ids_RT, change.scores.entropy_NT, targets, seed)
 
 
 def head_numbers(pairs: Frame) -> dict[str, Any]:

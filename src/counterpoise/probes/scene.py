@@ -16,6 +16,7 @@ from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.ledger.calculus.logprobs import Texts
 from counterpoise.ledger.measures.categories import load_categories
+from counterpoise.maths.transfer import fetch
 from counterpoise.policy import Policy
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.run import checkpoint
@@ -67,8 +68,10 @@ class Scene(NamedTuple):
     def texts(self, row_R: Tensor) -> Texts:
         """Rollouts as the model reads them."""
         batch, config = self.collected.batch, self.config
-        whole = (self.collected.prompt_ids, batch.token_ids_NT, batch.mask_NT)
-        return Texts(*whole, config.rollouts.temperature, config.token_budget).select(row_R)
+        columns = fetch([batch.token_ids_NT, batch.mask_NT])
+        return Texts(
+            self.collected.prompt_ids, *columns, config.rollouts.temperature, config.token_budget
+        ).select(row_R)
 
     def categories(self, row_R: Tensor) -> list[list[str]]:
         """The category of every token of some rollouts, padding left out."""

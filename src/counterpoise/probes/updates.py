@@ -24,6 +24,7 @@ from counterpoise.ledger.calculus.logprobs import Texts, copy_params, trainable
 from counterpoise.ledger.calculus.snapshot import restore, snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
+from counterpoise.maths.transfer import send
 from counterpoise.policy.backbone import backbone
 from counterpoise.probes.scene import Scene
 from counterpoise.trainer.loop import set_rate
@@ -122,7 +123,7 @@ def head_delta(model: PreTrainedModel, texts: Texts, new_head: Head) -> Tensor:
     change = head_change(
         state,
         state._replace(head=new_head),
-        texts.token_ids_NT[texts.mask_NT],
+        send(texts.token_ids_NT[texts.mask_NT], model.device),
         temperature=texts.temperature,
     )
     return place_tokens(change.logp_after_M - change.logp_before_M, texts.mask_NT)

@@ -23,8 +23,8 @@ from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
 from counterpoise.hosts.trl.scoring import record_calls
-from counterpoise.ledger.book import Book, Settings, within_memory
-from counterpoise.ledger.measures.residual import residuals
+from counterpoise.ledger.account import loss_columns
+from counterpoise.ledger.book import Book, Settings, read_update, within_memory
 from counterpoise.ledger.summary import mean_of
 from counterpoise.ledger.table import join_passes
 from counterpoise.maths.reduce import derived_seed, masked_mean
@@ -48,16 +48,8 @@ class LossBook(Book):
         """Nothing to keep."""
 
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
-        number = torch.full(rows.mask_NT.shape, float(len(self.residuals)))
-        columns = {
-            "coef": loss.coef_NT,
-            "scale": rows.scale_NT,
-            "is_clipped": loss.clipped_NT,
-            "ratio": loss.ratio_NT,
-        }
-        for name, value_RT in (columns | {"update": number}).items():
-            self._write(name, rows.row_R, value_RT)
-        self.residuals.append(residuals(self.batch.token_ids_NT[rows.row_R], rows, loss))
+        known = read_update(rows, loss, torch.zeros(0))  # the optimizer is not asked
+        self._keep(known, loss_columns(known.rows, known.loss))
 
     def summary(self) -> dict[str, float]:
         return {f"residual/{name}": value for name, value in mean_of(self.residuals).items()}

@@ -23,6 +23,7 @@ from torch import Tensor
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params
 from counterpoise.ledger.calculus.optimizers import Response
 from counterpoise.maths import many
+from counterpoise.maths.transfer import send
 from counterpoise.run.schema import REST
 
 
@@ -69,7 +70,7 @@ def change_along(
     ]
     out_CNT = parts[0][1].new_zeros((num, *logprobs.mask_NT.shape))
     for row_R, change_CRT in parts:
-        out_CNT[:, row_R] = change_CRT
+        out_CNT[:, send(row_R, out_CNT.device)] = change_CRT
     return torch.where(logprobs.mask_NT, out_CNT, 0)
 
 
@@ -96,7 +97,7 @@ def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> P
 
     Rows are grouped by the classes they take part in, so classes that share no row (signs of
     rollouts) cost one forward and backward together; a row without weight costs nothing; otherwise
-    one forward and a backward a class."""
+    one forward and a backward a class. Weights on the CPU spare the host a wait."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     out = {name: value.new_zeros((len(weight_CNT), *value.shape)) for name, value in params.items()}
     for classes, rows in _by_classes(weight_CNT).items():
@@ -104,7 +105,7 @@ def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> P
             with torch.enable_grad():
                 logp_RT = logprobs.reverse(leaves, row_R)
             for c in classes:
-                weight_RT = weight_CNT[c, row_R].to(logp_RT.dtype)
+                weight_RT = send(weight_CNT[c, row_R], logp_RT.device).to(logp_RT.dtype)
                 grads = torch.autograd.grad(
                     logp_RT,
                     list(leaves.values()),
@@ -133,7 +134,8 @@ def decompose(
     Args:
         before, after: parameters around the update.
         weight_NT: coef * scale * clip factor: with what each token's gradient entered the update.
-        classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once.
+        classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once. The
+            host reads them and the weights: on the CPU that is no wait.
         response: the optimizer's response to a gradient; None gives the predicted change alone.
         total: what the optimizer got, minus the gradient of the loss. With it the largest class of
             each axis costs no backward: it is the total

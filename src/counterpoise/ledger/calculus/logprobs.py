@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from counterpoise.ledger.calculus.tangents import can_walk, logp_change
 from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.maths.many import copies
+from counterpoise.maths.transfer import send
 from counterpoise.policy import length_buckets, logp_function, token_logp
 from counterpoise.policy.backbone import backbone, evaluating
 from counterpoise.policy.fused import has_triton_layers
@@ -47,7 +48,8 @@ class Texts(NamedTuple):
 
     Args:
         prompt_ids: the prompt's token ids of every row.
-        token_ids_NT, mask_NT: the responses, right-padded.
+        token_ids_NT, mask_NT: the responses, right-padded; on the CPU, since the host cuts the rows
+            by them and lays them out.
         temperature: log-probs are of ``softmax(z / temperature)``.
         token_budget: prompt + response tokens of one forward, padding included.
     """
@@ -59,6 +61,7 @@ class Texts(NamedTuple):
     token_budget: int = 16384
 
     def select(self, row_R: Tensor) -> Texts:
+        row_R = row_R.cpu()
         rows = row_R.tolist()
         return self._replace(
             prompt_ids=[self.prompt_ids[r] for r in rows],
@@ -88,11 +91,11 @@ class Texts(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """Two ways to the same log-probs, both ``f(params, row_R) -> logp_RT``, and how to cut the
-    rows.
+    """Two ways to the same log-probs, both ``f(params, row_R) -> logp_RT`` with row numbers on the
+    CPU, and how to cut the rows.
 
     Args:
-        mask_NT: True on response tokens.
+        mask_NT: True on response tokens; where the log-probs are.
         lengths: what a row costs, in tokens.
         reverse: differentiable by a backward.
         forward: differentiable in forward mode.
@@ -136,7 +139,7 @@ class LogProbs(NamedTuple):
         ]
 
     def _tensors(self, buckets: list[list[int]]) -> Iterator[Tensor]:
-        return (torch.tensor(bucket, device=self.mask_NT.device) for bucket in buckets)
+        return (torch.tensor(bucket) for bucket in buckets)
 
 
 def trainable(model: nn.Module) -> Params:
@@ -245,7 +248,7 @@ def of_model(
             share = shares_prompts(parts) if is_walked else reads_prompts_once(parts, fused=False)
     lengths, chunk = texts.lengths, _head_chunk(model)
     return LogProbs(
-        texts.mask_NT,
+        send(texts.mask_NT, model.device),
         lengths,
         reverse,
         forward,

@@ -4,7 +4,7 @@ second moments fixed at their value after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,18 @@ class UnknownOptimizer(ValueError):
     """An optimizer whose update is not known to be linear in the gradient."""
 
 
-def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Response:
+def response(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    count_P: Sequence[float] | None = None,
+) -> Response:
     """P of ``dtheta = -P g + (what the gradient of this update did not cause)``, per parameter.
 
     Args:
         optimizer: after its update.
         parameters: the live parameters by name; those that the optimizer did not move have response
             0.
+        count_P: ``update_counts``, where the host has read them.
 
     >>> layer = torch.nn.Linear(1, 1)
     >>> response(torch.optim.SGD(layer.parameters(), lr=0.5), dict(layer.named_parameters()))
@@ -39,15 +44,36 @@ def response(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor])
             f"no response is known for the optimizer {type(optimizer).__name__} (known: {known});"
             " only the predicted change is told."
         )
+    if count_P is None:
+        count_P = update_counts(optimizer, parameters).tolist()
+    count_of = dict(zip(parameters, count_P))
     rates: Response = dict.fromkeys(parameters, 0.0)
     for group in optimizer.param_groups:
         own = {id(p) for p in group["params"]}
         states = {n: optimizer.state.get(p, {}) for n, p in parameters.items() if id(p) in own}
-        rates |= zip(states, rule(group, list(states.values())))
+        rates |= zip(states, rule(group, list(states.values()), [count_of[n] for n in states]))
     return rates
 
 
-def adam_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[Tensor | float]:
+def update_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Updates that each parameter has had, [P], on the device where the optimizer counts them; 0
+    where it does not.
+    """
+    if type(optimizer) not in RESPONSES or not parameters:
+        return torch.zeros(len(parameters))
+    counts = [optimizer.state.get(p, {}).get("step", 0.0) for p in parameters.values()]
+    device = next((count.device for count in counts if isinstance(count, Tensor)), None)
+    return torch.stack(
+        [
+            count if isinstance(count, Tensor) else torch.full((), float(count), device=device)
+            for count in counts
+        ]
+    )
+
+
+def adam_response(
+    group: dict[str, Any], states: list[dict[str, Any]], counts: list[float]
+) -> list[Tensor | float]:
     """Adam and AdamW: P = lr (1 - b1) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
 
     Momentum of earlier updates and weight decay are not in it, nor is the rounding of weights in
@@ -57,7 +83,7 @@ def adam_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[T
     name = "max_exp_avg_sq" if group["amsgrad"] else SECOND
     seconds = [second for state in live if (second := moment(state, name)) is not None]
     assert len(seconds) == len(live), "Adam has no state without a second moment"
-    num_updates = _counts(live)
+    num_updates = [count for state, count in zip(states, counts) if state]
     root_of = roots(seconds, [1 - beta2**t for t in num_updates], group["eps"])
     sign = -1 if group["maximize"] else 1
     above = [float(group["lr"]) * (1 - beta1) / (1 - beta1**t) * sign for t in num_updates]
@@ -65,15 +91,9 @@ def adam_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[T
     return [next(rates) if state else 0.0 for state in states]
 
 
-def _counts(states: list[dict[str, Any]]) -> list[float]:
-    """Updates that each parameter has had; an accelerator is asked once for all."""
-    counts = [state["step"] for state in states]
-    if counts and all(isinstance(count, Tensor) for count in counts):
-        return torch.stack(counts).tolist()
-    return [float(count) for count in counts]
-
-
-def sgd_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[Tensor | float]:
+def sgd_response(
+    group: dict[str, Any], states: list[dict[str, Any]], counts: list[float]
+) -> list[Tensor | float]:
     """SGD: P = lr, times 1 + momentum with Nesterov's.
 
     Momentum of earlier updates and weight decay are not in it.
@@ -90,7 +110,8 @@ def sgd_response(group: dict[str, Any], states: list[dict[str, Any]]) -> list[Te
     return [rate] * len(states)
 
 
-RESPONSES: dict[type, Callable[[dict[str, Any], list[dict[str, Any]]], list[Tensor | float]]] = {
+Rule = Callable[[dict[str, Any], list[dict[str, Any]], list[float]], list[Tensor | float]]
+RESPONSES: dict[type, Rule] = {
     torch.optim.AdamW: adam_response,
     AdamW: adam_response,
     torch.optim.Adam: adam_response,

@@ -34,6 +34,7 @@ from counterpoise.ledger.calculus.row_norms import (
     row_norms,
 )
 from counterpoise.maths.head import head_logits
+from counterpoise.maths.transfer import send
 from counterpoise.policy.backbone import backbone, eager, evaluating
 from counterpoise.policy.fused import seen
 from counterpoise.policy.pack import Packed, hidden_of, pack_rows
@@ -111,22 +112,26 @@ def largest_by_row(model: PreTrainedModel, params: Params) -> int:
 
 
 def draw_tokens(weight_NT: Tensor, num: int, generator: torch.Generator) -> list[Token]:
-    """Up to ``num`` tokens drawn evenly from those whose gradient entered the update.
+    """Up to ``num`` tokens drawn evenly from those whose gradient entered the update, by weights
+    on the CPU.
 
     >>> draw_tokens(torch.tensor([[0.0, 2.0], [0.0, 0.0]]), 3, torch.Generator())
     [(0, 1)]
     """
-    entered_K2 = (weight_NT != 0).nonzero().cpu()
+    entered_K2 = (weight_NT != 0).nonzero()
     pick_S = torch.randperm(len(entered_K2), generator=generator)[:num].sort().values
     return [(row, position) for row, position in entered_K2[pick_S].tolist()]
 
 
 def own_column(weight_NT: Tensor, tokens: Sequence[Token], part_S: Tensor) -> Tensor:
     """The own part of the chosen tokens on [N, T]; NaN elsewhere."""
-    out_NT = torch.full_like(weight_NT, torch.nan)
+    device = part_S.device
+    out_NT = torch.full_like(weight_NT, torch.nan, device=device)
     if tokens:
-        place = torch.tensor(tokens, device=weight_NT.device).unbind(1)
-        out_NT[place] = weight_NT[place] * part_S.to(weight_NT.dtype)
+        row_S, position_S = torch.tensor(tokens).unbind(1)
+        weight_S = send(weight_NT[row_S, position_S], device)
+        place = send(row_S, device), send(position_S, device)
+        out_NT[place] = weight_S * part_S.to(weight_NT.dtype)
     return out_NT
 
 
@@ -138,7 +143,7 @@ def own_one_by_one(
     parts = []
     for row, position in tokens:
         with torch.enable_grad():
-            logp_1T = logprobs.reverse(leaves, torch.tensor([row], device=logprobs.mask_NT.device))
+            logp_1T = logprobs.reverse(leaves, torch.tensor([row]))
         grads = torch.autograd.grad(logp_1T[0, position], list(leaves.values()), allow_unused=True)
         squares = [
             (grad.square() * response[name]).sum()
@@ -166,10 +171,9 @@ def own_by_rows(
 
 def one_token_rows(texts: Texts, tokens: Sequence[Token], device: torch.device) -> Packed:
     """A row per token that ends with it: its prompt and what was answered so far."""
-    row_S = torch.tensor([row for row, _ in tokens], device=device)
-    position_S = torch.tensor([position for _, position in tokens], device=device)
-    ids_ST = texts.token_ids_NT.to(device)[row_S]
-    is_it_ST = torch.arange(ids_ST.shape[1], device=device) == position_S[:, None]
+    row_S, position_S = torch.tensor(tokens).unbind(1)
+    ids_ST = texts.token_ids_NT[row_S]
+    is_it_ST = torch.arange(ids_ST.shape[1]) == position_S[:, None]
     return pack_rows([texts.prompt_ids[row] for row, _ in tokens], ids_ST, is_it_ST, device)
 
 
