@@ -125,13 +125,13 @@ def draw_tokens(weight_NT: Tensor, num: int, generator: torch.Generator) -> list
 
 def own_column(weight_NT: Tensor, tokens: Sequence[Token], part_S: Tensor) -> Tensor:
     """The own part of the chosen tokens on [N, T]; NaN elsewhere."""
-    device = part_S.device
-    out_NT = torch.full_like(weight_NT, torch.nan, device=device)
+    device, dtype = part_S.device, weight_NT.dtype
+    out_NT = torch.full(weight_NT.shape, torch.nan, dtype=dtype, device=device)
     if tokens:
         row_S, position_S = torch.tensor(tokens).unbind(1)
         weight_S = send(weight_NT[row_S, position_S], device)
         place = send(row_S, device), send(position_S, device)
-        out_NT[place] = weight_S * part_S.to(weight_NT.dtype)
+        out_NT[place] = weight_S * part_S.to(dtype)
     return out_NT
 
 
