@@ -20,6 +20,7 @@ from counterpoise.ledger.book import Book, Settings
 from counterpoise.ledger.calculus import head_change as head_module
 from counterpoise.ledger.calculus import logprobs as logprobs_module
 from counterpoise.ledger.calculus.head_change import HeadResponse, HeadState, head_change
+from counterpoise.ledger.calculus.layers import attention_of
 from counterpoise.ledger.calculus.logprobs import Texts, trainable
 from counterpoise.ledger.calculus.own import lay_out, own_by_rows
 from counterpoise.ledger.calculus.tangents import logp_change
@@ -29,7 +30,7 @@ from counterpoise.policy import load_model, measure, token_logp
 from counterpoise.policy.backbone import backbone
 from counterpoise.policy.fused import fused_layers, has_triton_layers
 from counterpoise.policy.mix import triton_kernels
-from counterpoise.policy.pack import pack_rows
+from counterpoise.policy.pack import Whole, pack_rows
 from counterpoise.policy.prefix import Prefixes
 from counterpoise.policy.split import split_product
 from counterpoise.trainer import loop
@@ -132,6 +133,46 @@ def test_forward_mode_with_kernels_equals_forward_mode_without(name, share, half
         )
     error = (fused_CM - plain_CM).abs().max() / plain_CM.abs().max()
     assert error < (10 * torch.finfo(HALF).eps if half else 1e-5)
+
+
+def ragged(share):
+    """Rows that end inside the blocks of a kernel; three prompts, one of them a single token."""
+    if not share:
+        return Whole(torch.zeros(3, 45, device=DEVICE).long(), torch.zeros(0).long())
+    columns = torch.zeros(3, 37), torch.tensor([37, 18, 1]), torch.tensor([0, 2, 1, 0])
+    return Prefixes(*(column.long().to(DEVICE) for column in (*columns, torch.zeros(4, 29))))
+
+
+@needs_triton
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(
+    ("num_queries", "num_kv", "size", "num_changes"),
+    [(3, 1, 64, 3), (3, 1, 24, 6), (6, 2, 24, 1), (2, 2, 64, 5), (2, 1, 128, 2)],
+)
+def test_attention_in_one_kernel_equals_plain_operations(
+    num_queries, num_kv, size, num_changes, share
+):
+    """Against float64, of values and of each change, padding included: in float32 to its rounding,
+    in half precision no further off than the plain operations.
+    """
+    from counterpoise.ledger.calculus.kernels import triton_attend
+
+    layout, slots = ragged(share), 1 + num_changes
+    num_tokens = 3 * 37 + 4 * 29 if share else 3 * 45
+    qkv = normal(num_tokens, slots, num_queries + 2 * num_kv, size)
+    qkv[:, :, :num_queries] *= 3 * size**-0.5  # scores of a few units
+    heads = [num_queries, num_kv, num_kv]
+
+    def errors(attend, dtype):
+        part = qkv.to(dtype)
+        exact_MAF = attention_of(layout)(*part.double().split(heads, 2))
+        got_MAF = attend(*part.split(heads, 2))
+        assert got_MAF.dtype == dtype and got_MAF.is_contiguous()
+        return (got_MAF - exact_MAF).norm(dim=(0, 2)) / exact_MAF.norm(dim=(0, 2))
+
+    fused, plain = triton_attend.attention_of(layout), attention_of(layout)
+    assert errors(fused, torch.float32).max() < 2e-6
+    assert (errors(fused, HALF) < 1.1 * errors(plain, HALF)).all()
 
 
 @needs_triton

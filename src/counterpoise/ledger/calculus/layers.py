@@ -27,7 +27,6 @@ class Moving(NamedTuple):
 
 
 Lookup = Callable[[Tensor], Moving]
-Softmax = Callable[[Tensor, Tensor, int], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -177,18 +176,25 @@ def gate(gate_up_MAF: Tensor) -> Tensor:
     return out_MAF
 
 
-def attention_of_rows(layout: Whole, softmax: Softmax) -> Attention:
+def attention_of(layout: Prefixes | Whole) -> Attention:
+    """Of queries [M, A, H, E], scaled, and keys and values [M, A, K, E], over what a token sees,
+    [M, A, H E].
+    """
+    return _of_prompts(layout) if isinstance(layout, Prefixes) else _of_rows(layout)
+
+
+def _of_rows(layout: Whole) -> Attention:
     num_rows, length = layout.ids_NL.shape
     seen_1LL = torch.ones(1, length, length, dtype=torch.bool, device=layout.ids_NL.device).tril()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.unflatten(0, (num_rows, length)) for part in (q, k, v))
-        return _attend(q, k, v, seen_1LL, softmax).flatten(0, 1)
+        return _attend(q, k, v, seen_1LL).flatten(0, 1)
 
     return attention
 
 
-def attention_of_prompts(layout: Prefixes, softmax: Softmax) -> Attention:
+def _of_prompts(layout: Prefixes) -> Attention:
     (num_prompts, width), num_rows = layout.ids_PW.shape, len(layout.ids_NS)
     cut = num_prompts * width
     seen_1WW = torch.ones(1, width, width, dtype=torch.bool, device=layout.ids_PW.device).tril()
@@ -197,33 +203,25 @@ def attention_of_prompts(layout: Prefixes, softmax: Softmax) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own_q, own_k, own_v = (part[:cut].unflatten(0, (num_prompts, width)) for part in (q, k, v))
         q, k, v = (part[cut:].unflatten(0, (num_rows, -1)) for part in (q, k, v))
-        first = _attend(own_q, own_k, own_v, seen_1WW, softmax)
+        first = _attend(own_q, own_k, own_v, seen_1WW)
         k, v = (
             torch.cat([own.index_select(0, layout.prompt_N), part], 1)
             for own, part in ((own_k, k), (own_v, v))
         )
-        return torch.cat(
-            [part.flatten(0, 1) for part in (first, _attend(q, k, v, seen_NSL, softmax))]
-        )
+        second = _attend(q, k, v, seen_NSL)
+        return torch.cat([part.flatten(0, 1) for part in (first, second)])
 
     return attention
 
 
-def masked_softmax(scores_RL: Tensor, is_seen_BQL: Tensor, num_queries: int) -> Tensor:
-    """Softmax over the keys that are seen, in the dtype of the scores.
-
-    Args:
-        scores_RL: [B, heads, Q, L], the first three axes flat.
-        num_queries: rows of one B.
-    """
-    wide = scores_RL.to(torch.promote_types(scores_RL.dtype, torch.float32))
-    length = is_seen_BQL.shape[1]
-    wide = wide.view(-1, num_queries // length, *is_seen_BQL.shape[1:])
+def _masked_softmax(scores_BHQL: Tensor, is_seen_BQL: Tensor) -> Tensor:
+    """Over the keys that are seen, in the dtype of the scores."""
+    wide = scores_BHQL.to(torch.promote_types(scores_BHQL.dtype, torch.float32))
     wide = wide.masked_fill_(~is_seen_BQL[:, None], float("-inf"))
-    return torch.softmax(wide, -1).to(scores_RL.dtype).view(scores_RL.shape)
+    return torch.softmax(wide, -1).to(scores_BHQL.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, softmax: Softmax) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor) -> Tensor:
     """o = P v with P = softmax(s): do = sum_l u_l (v_l - o) + P dv with u = P ds, ds = dq k + q dk.
 
     Args:
@@ -241,8 +239,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_seen_BQL: Tensor, softmax: Softm
     k = k.permute(0, 3, 4, 2, 1).reshape(batch, size, num_slots, -1)  # [B K, E, A, L]
     v = v.permute(0, 3, 1, 2, 4).reshape(batch, -1, num_slots, size)  # [B K, L, A, E]
     q_value, k_value, v_value = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-    scores = (q_value @ k_value).flatten(0, 1)
-    share = softmax(scores, is_seen_BQL, num_heads * num_queries).view(batch, q.shape[1], -1)
+    scores = (q_value @ k_value).view(num_rows, num_heads, num_queries, -1)
+    share = _masked_softmax(scores, is_seen_BQL).view(batch, q.shape[1], -1)
     change = (q[:, :, 1:].flatten(1, 2) @ k_value).view(batch, q.shape[1], -1)
     change = _add_product(change, q_value, k[:, :, 1:].flatten(2))
     change = change.view(batch, q.shape[1], num_slots - 1, -1).mul_(share[:, :, None])

@@ -25,15 +25,12 @@ from counterpoise.ledger.calculus.layers import (
     Attention,
     Lookup,
     Moving,
-    Softmax,
     add_norm,
-    attention_of_prompts,
-    attention_of_rows,
+    attention_of,
     embed,
     gate,
     heads,
     linear,
-    masked_softmax,
     project_heads,
     split_heads,
 )
@@ -41,7 +38,7 @@ from counterpoise.maths.head import Head, head_logp_change
 from counterpoise.policy import logp_function
 from counterpoise.policy.architecture import why_not_llama_like
 from counterpoise.policy.backbone import backbone
-from counterpoise.policy.pack import Packed, pack_rows, shares_prompts
+from counterpoise.policy.pack import Packed, Whole, pack_rows, shares_prompts
 from counterpoise.policy.prefix import Prefixes, flat_ids, flat_index, flat_positions
 
 log = logging.getLogger("counterpoise.ledger")
@@ -141,7 +138,7 @@ def logp_change(
         direction_C: a change for each of them, directions stacked along a first axis.
         rows: laid out by ``pack_rows``.
         head: the model's; its weight is looked up in ``params``.
-        fused: norm, rotation, gate and softmax as Triton kernels.
+        fused: norm, rotation, gate and attention as Triton kernels.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     num = len(next(iter(direction_C.values())))
@@ -166,14 +163,11 @@ def _product_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 class Flat(NamedTuple):
-    """Rows as one string of tokens: ids, positions, where the response tokens are predicted, and
-    who attends to whom.
-    """
+    """Rows as one string of tokens: ids, positions, and where the response tokens are predicted."""
 
     ids_M: Tensor
     position_1M: Tensor
     index_M: Tensor
-    attention: Attention
 
 
 class Parts(NamedTuple):
@@ -182,13 +176,14 @@ class Parts(NamedTuple):
     add_norm: Callable[[Tensor, Tensor | None, Any, Lookup, torch.dtype], Tensor]
     heads: Callable[[Any, Tensor, Lookup, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
     gate: Callable[[Tensor], Tensor]
-    softmax: Softmax
+    attention: Callable[[Prefixes | Whole], Attention]
 
 
-PLAIN = Parts(add_norm, heads, gate, masked_softmax)
+PLAIN = Parts(add_norm, heads, gate, attention_of)
 
 
 def _fused() -> Parts:
+    from counterpoise.ledger.calculus.kernels import triton_attend
     from counterpoise.ledger.calculus.kernels import triton_tangents as kernels
 
     def norm(
@@ -206,37 +201,32 @@ def _fused() -> Parts:
         kernels.turn_(qkv, cos_ME, sin_ME, num_values, attention.scaling)
         return split_heads(attention, qkv)
 
-    return Parts(norm, turned, kernels.gate, kernels.masked_softmax_)
+    return Parts(norm, turned, kernels.gate, triton_attend.attention_of)
 
 
-def _flat(rows: Packed, softmax: Softmax) -> Flat:
+def _flat(rows: Packed) -> Flat:
     layout = rows.layout
     if isinstance(layout, Prefixes):
         index_M = flat_index(layout, rows.row_M, rows.column_M)
-        attention = attention_of_prompts(layout, softmax)
-        return Flat(flat_ids(layout), flat_positions(layout), index_M, attention)
+        return Flat(flat_ids(layout), flat_positions(layout), index_M)
     num_rows, length = layout.ids_NL.shape
     position_1M = torch.arange(length, device=layout.ids_NL.device).repeat(num_rows)[None]
-    return Flat(
-        layout.ids_NL.flatten(),
-        position_1M,
-        rows.row_M * length + layout.position_M,
-        attention_of_rows(layout, softmax),
-    )
+    index_M = rows.row_M * length + layout.position_M
+    return Flat(layout.ids_NL.flatten(), position_1M, index_M)
 
 
 def _hidden(
     decoder: Any, rows: Packed, of: Lookup, num: int, dtype: torch.dtype, parts: Parts
 ) -> Tensor:
     """What feeds the head at the response tokens and its changes, [M, A, D]."""
-    flat, more_MAD = _flat(rows, parts.softmax), None
+    flat, attend, more_MAD = _flat(rows), parts.attention(rows.layout), None
     x_MAD = embed(of(decoder.embed_tokens.weight), flat.ids_M, num)
     cos_1ME, sin_1ME = decoder.rotary_emb(x_MAD[:, 0], flat.position_1M)
     turn = cos_1ME[0][:, None, None], sin_1ME[0][:, None, None]
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         normed_MAD = parts.add_norm(x_MAD, more_MAD, layer.input_layernorm, of, dtype)
-        mixed_MAF = flat.attention(*parts.heads(attention, normed_MAD, of, turn))
+        mixed_MAF = attend(*parts.heads(attention, normed_MAD, of, turn))
         more_MAD = linear(mixed_MAF, of, attention.o_proj)
         normed_MAD = parts.add_norm(x_MAD, more_MAD, layer.post_attention_layernorm, of, dtype)
         gate_up_MAF = linear(normed_MAD, of, mlp.gate_proj, mlp.up_proj)

@@ -1,4 +1,4 @@
-"""Norm, rotation, gate and softmax of ``layers`` on values and their changes, each in one pass.
+"""Norm, rotation and gate of ``layers`` on values and their changes, each in one pass.
 
 Sums and products are float32; what is stored is rounded once. Axes as in ``layers``.
 """
@@ -59,24 +59,6 @@ def gate(gate_up_MAF: Tensor) -> Tensor:
     grid = (num_tokens, triton.cdiv(size // 2, GATE_BLOCK))
     _gate[grid](gate_up_MAF, out_MAF, size // 2, num_slots, GATE_BLOCK)
     return out_MAF
-
-
-def masked_softmax_(scores_RL: Tensor, is_seen_BQL: Tensor, num_queries: int) -> Tensor:
-    """Softmax over the keys that are seen, in place.
-
-    Args:
-        scores_RL: [B, heads, Q, L], the first three axes flat.
-        num_queries: rows of one B.
-    """
-    num_rows, size = scores_RL.shape
-    rows_of_mask, width = is_seen_BQL.shape[:2]
-    block = triton.next_power_of_2(size)
-    _softmax[(num_rows,)](
-        *(scores_RL, is_seen_BQL.contiguous().view(torch.uint8)),
-        *(num_queries, width, rows_of_mask > 1, size, block),
-        num_warps=4 if block <= 2048 else 8,
-    )
-    return scores_RL
 
 
 @triton.jit
@@ -175,21 +157,3 @@ def _gate(gate_up_ptr, out_ptr, size, num_slots, BLOCK: tl.constexpr):
         d_gate = tl.load(gate_at, mask=here, other=0.0).to(tl.float32)
         d_up = tl.load(gate_at + size, mask=here, other=0.0).to(tl.float32)
         tl.store(out_at, (slope * d_gate + silu * d_up).to(out_ptr.dtype.element_ty), mask=here)
-
-
-@triton.jit(do_not_specialize=["num_queries", "width", "size"])
-def _softmax(
-    scores_ptr, seen_ptr, num_queries, width, HAS_ROWS: tl.constexpr, size, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    key = tl.arange(0, BLOCK)
-    here = key < size
-    mask_row = row % num_queries % width
-    if HAS_ROWS:
-        mask_row += row // num_queries * width
-    is_seen = tl.load(seen_ptr + mask_row * size + key, mask=here, other=0) != 0
-    scores = tl.load(scores_ptr + row * size + key, mask=here, other=0.0).to(tl.float32)
-    scores = tl.where(is_seen, scores, -float("inf"))
-    share = tl.exp(scores - tl.max(scores, 0))
-    share = share / tl.sum(share, 0)
-    tl.store(scores_ptr + row * size + key, share.to(scores_ptr.dtype.element_ty), mask=here)
