@@ -83,11 +83,10 @@ def pack_rows(
     own = response_lengths(mask_NT)
     layout = prefixes(prompt_ids, token_ids_NT, own, grain_of(device)) if share else None
     layout = layout or whole(prompt_ids, token_ids_NT, own, row_M, column_M)
-    index = (row_M, column_M, token_ids_NT[row_M, column_M])
-    return Packed(
-        *(send(part, device) for part in index),
-        type(layout)(*(send(part, device) for part in layout)),
-    )
+    index = row_M, column_M, token_ids_NT[row_M, column_M]
+    row_M, column_M, target_M = (send(part, device) for part in index)
+    layout = type(layout)(*(send(part, device) for part in layout))
+    return Packed(row_M, column_M, target_M, layout)
 
 
 def whole(

@@ -68,9 +68,13 @@ class Scene(NamedTuple):
     def texts(self, row_R: Tensor) -> Texts:
         """Rollouts as the model reads them."""
         batch, config = self.collected.batch, self.config
-        columns = fetch([batch.token_ids_NT, batch.mask_NT])
+        ids_NT, mask_NT = fetch([batch.token_ids_NT, batch.mask_NT])
         return Texts(
-            self.collected.prompt_ids, *columns, config.rollouts.temperature, config.token_budget
+            self.collected.prompt_ids,
+            ids_NT,
+            mask_NT,
+            config.rollouts.temperature,
+            config.token_budget,
         ).select(row_R)
 
     def categories(self, row_R: Tensor) -> list[list[str]]:
