@@ -5,7 +5,7 @@ backward each, and in the ledger's columns.
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -160,6 +160,26 @@ def test_fused_layers_tell_what_own_layers_would(name, monkeypatch):
     expected = own_of(model, rows, frozen, rates(frozen), TOKENS)
     got = own_parts(model, rows, frozen, rates(frozen), chosen, kernels=kernels)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("off_wide", "off_half", "agrees"), [(0.0, 0.2, True), (0.0, 1.0, False), (0.05, 0.0, False)]
+)
+def test_half_precision_may_move_own_parts_and_a_wrong_derivative_is_seen(
+    off_wide, off_half, agrees, monkeypatch
+):
+    """Whether rows share a backward must not hang on how half-precision products round."""
+    real, model = own_module.own_by_rows, tiny("llama", dtype=torch.float32)
+
+    def moved(*args):
+        precision = args[5]
+        return real(*args) * (1 + (off_wide if precision is nullcontext else off_half))
+
+    monkeypatch.setattr(own_module, "own_by_rows", moved)
+    autocast, params = partial(torch.autocast, "cpu", torch.float16), trainable(model)
+    chosen = lay_out(model, texts(), params, TOKENS)
+    own_parts(model, texts(), params, rates(params), chosen, autocast)
+    assert own_module._AGREES[model] == agrees
 
 
 def test_frozen_parameters_and_adapters():
