@@ -2,7 +2,9 @@
 the audit's numbers (summaries of the probes) and the arena's differences to the control.
 
     python benchmarks/credit_predicts.py benchmarks/results/credit_bundled \
-        benchmarks/results/arena_builtin/summary.json
+        benchmarks/results/arena_builtin/summary.json benchmarks/results/arena_builtin2/summary.json
+
+Of a preset that is in several summaries the last counts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from credit_table import numbers
 from scipy.stats import spearmanr
 
 DRAWS = 2000
-CHANGED = {"gtpo", "ar", "clip_cov"}  # presets that are no longer what was trained
 MEASURES = {
     ("gradient", "cosine"): "one batch's update with the true gradient",
     ("gradient", "cosine_of_mean"): "the mean update with the true gradient",
@@ -30,14 +31,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("audit", type=Path)
-    parser.add_argument("summary", type=Path)
+    parser.add_argument("summary", type=Path, nargs="+")
     args = parser.parse_args()
-    trained = differences(args.summary)
+    trained = {arm: row for path in args.summary for arm, row in differences(path).items()}
     print("| audit | batch | arms | sampled | greedy |\n|---|---|---|---|---|")
     for (probe, key), words in MEASURES.items():
         for batch in (0, 20, 40):
             audited = measured(args.audit, probe, key, batch)
-            arms = sorted(audited.keys() & trained.keys() - CHANGED)
+            arms = sorted(audited.keys() & trained.keys())
             cells = [rank_correlation(audited, trained, arms, place) for place in (0, 1)]
             print(f"| {words} | {batch} | {len(arms)} | {' | '.join(cells)} |")
 
