@@ -146,12 +146,15 @@ def test_report_alone_reports_compares_views_audits_and_imports(run_dir, tmp_pat
 def test_train_alone_trains_evaluates_probes_and_says_what_report_needs(tmp_path):
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
     run_dir = tmp_path / "run"
-    train, *_ = check_commands(
+    small = ["--prompts", 2, "--samples", 2, "--set", "num_batches=1", "--out", tmp_path / "arena"]
+    train, *_, arena = check_commands(
         "train",
         ["train", DEMO, *settings, "--set", f"run_dir={run_dir}"],
         ["eval", run_dir, "--prompts", 4],
         ["audit", run_dir],
         ["probe", run_dir, "--probe", "flips"],
         ["replay", run_dir, "--batch", 1, "--method", "dapo", "--method", "delta"],
+        ["arena", "--methods", "grpo", "psr", "--seeds", 2, "--evaluations", 1, *small],
     )
+    assert "no page, plotly is not installed: pip install 'counterpoise[report]'" in arena.out
     assert "report and view need more packages: pip install 'counterpoise[report]'" in train.out

@@ -279,6 +279,11 @@ def test_the_command(
     words = ["arena", "--methods", "grpo", "delta", "--arms", "arms.yaml", "--seeds", "2"]
     words += ["--prompts", "4", "--samples", "2", "--evaluations", "1"]
     words += [word for text in small for word in ("--set", text)]
+    whole = ["--methods", "{name: dapo, plan: query_preserved}"]
+    with pytest.raises(SystemExit) as end:  # ends before anything has run
+        dispatch([*words, *whole, "--set", "optimizer.updates_per_batch=4"])
+    assert end.value.code == 2
+    assert "4 updates need at least 4 prompts" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         dispatch(words)
     assert end.value.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,6 @@ def arena(
     Example: `counterpoise arena demo --methods grpo delta crf_ntf --seeds 16 --rates 1e-4 3e-4`
     """
     from counterpoise.arena.live import Live
-    from counterpoise.arena.page import write_page
     from counterpoise.arena.race import race
     from counterpoise.trainer.config import load_config, recipe_file
 
@@ -98,9 +98,9 @@ def arena(
     try:
         race(design, folder, live, size=members, num_workers=workers, jobs=jobs)
     except KeyboardInterrupt:
-        live.say(f"what there is: {write_page(folder)[0]}")
+        live.say(f"what there is: {conclude(folder)[0] or folder}")
         raise
-    page, summary = write_page(folder)
+    page, summary = conclude(folder)
     if json_:
         print_json({"page": page, "summary": folder / "summary.json"})
     else:
@@ -168,23 +168,41 @@ def design_of(
 
 
 def begin(folder: Path, design: Design) -> None:
-    """A new folder, or one with the same design."""
+    """A new folder, or one with the same design; where nothing has run yet, another one is fine."""
     from counterpoise.arena.design import FILE, read_design, write_design
 
-    if (folder / FILE).is_file():
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names - {FILE}:
+        if FILE not in names:
+            raise ValueError(
+                f"--out: {folder} is not empty and holds no arena. Choose another folder."
+            )
         if read_design(folder) != design:
             raise ValueError(
                 f"--out: {folder} holds an arena of another design ({folder / FILE}). Repeat that"
                 " command to go on with it, or choose another folder with --out."
             )
         return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"--out: {folder} is not empty and holds no arena. Choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     write_design(folder, design)
 
 
-def show(summary: Summary, page: Path) -> None:
+def conclude(folder: Path) -> tuple[Path | None, Summary]:
+    """The page, None where nothing can draw it, and what the statistics say, on disk too."""
+    if importlib.util.find_spec("plotly") is not None:
+        from counterpoise.arena.page import write_page
+
+        return write_page(folder)
+    from counterpoise.arena.design import read_design
+    from counterpoise.arena.results import read_activity, read_results
+    from counterpoise.arena.statistics import summarise, write_summary
+
+    summary = summarise(read_design(folder), read_results(folder), read_activity(folder))
+    write_summary(folder, summary)
+    return None, summary
+
+
+def show(summary: Summary, page: Path | None) -> None:
     """The final table and where the page is."""
     from counterpoise.text import percent, points
 
@@ -204,4 +222,8 @@ def show(summary: Summary, page: Path) -> None:
         )
     print_table(head, rows, left=["arm", "verdict"])
     say(*summary.warnings, file=sys.stderr)
-    say(f"page: {page}")
+    say(
+        "no page, plotly is not installed: pip install 'counterpoise[report]', then this command"
+        if page is None
+        else f"page: {page}"
+    )
