@@ -25,8 +25,8 @@ def probe(
         str,
         typer.Option(
             "--probe",
-            help="flips, coupling, counterfactual, value, exchangeability, tax, drift,"
-            " localisation, token_value, turns or gradient.",
+            help="flips, coupling, counterfactual, value, exchangeability, tax,"
+            " progress, drift, localisation, token_value, turns or gradient.",
         ),
     ],
     batch: Annotated[

@@ -29,7 +29,7 @@ class Probe(NamedTuple):
     @property
     def can_pool(self) -> bool:
         """Probes that follow the run over its batches have nothing to add up."""
-        return self.module.rpartition(".")[2] not in ("flips", "drift", "gradient")
+        return self.module.rpartition(".")[2] not in ("flips", "drift", "gradient", "progress")
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -85,6 +85,11 @@ PROBES = {
         "counterpoise.probes.tax",
         True,
         "KL spent at shared contexts beside the KL where rollouts part",
+    ),
+    "progress": Probe(
+        "counterpoise.probes.progress",
+        True,
+        "what the updates of a batch gain and waste, per method and plan",
     ),
     "drift": Probe(
         "counterpoise.probes.drift", True, "how the policy moves among verified solutions"
