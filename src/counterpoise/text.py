@@ -4,8 +4,10 @@ chart or a terminal; YAML is read within bounds.
 
 from __future__ import annotations
 
+import functools
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +40,8 @@ def load_yaml(text: str | bytes, where: str) -> Any:
 
     >>> load_yaml("a: [1, 2]", "recipe")
     {'a': [1, 2]}
+    >>> load_yaml("lr: 1e-4", "recipe")  # a number, as YAML 1.2 has it; to PyYAML it is a text
+    {'lr': 0.0001}
     >>> load_yaml("a: &a [*a]", "recipe")
     Traceback (most recent call last):
     counterpoise.errors.ConfigError: recipe is not YAML: an alias stands inside what it names
@@ -48,13 +52,24 @@ def load_yaml(text: str | bytes, where: str) -> Any:
         whole = text if isinstance(text, str) else text.decode("utf-8")
         _check_events(yaml.parse(whole, Loader=yaml.SafeLoader))
         repeated = _repeated_key(yaml.compose(whole, Loader=yaml.SafeLoader))
-        value = yaml.safe_load(whole)
+        value = yaml.load(whole, Loader=_loader())
     except Exception as error:  # the parser raises many kinds: KeyError for !!bool, and so on
         reason = visible(" ".join(str(error).split()) or type(error).__name__)
         raise ConfigError(f"{where} is not YAML: {shorten(reason, 300)}") from None
     if repeated:
         raise ConfigError(f"{where}: {repeated}")
     return value
+
+
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which also reads a number without a point but with an exponent."""
+    import yaml
+
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    exponent = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+\Z")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
+    return loader
 
 
 def _repeated_key(root: Any) -> str | None:

@@ -126,6 +126,17 @@ def test_merges_may_repeat_and_be_set_anew():
     assert load_yaml(text, "recipe")["c"] == {"x": 1, "y": 2, "z": 1}
 
 
+def test_an_exponent_makes_a_number_with_or_without_a_point(tmp_path: Path):
+    """As YAML 1.2 has it; a rule's 1e-1 was a text, and refused."""
+    assert load_yaml("[1e-5, -2E+3, 1.0e-5, 1e5]", "recipe") == [1e-5, -2000.0, 1e-5, 1e5]
+    texts = ["e5", "1e", "1e5x", "1e-5/a", "'1e5'"]
+    assert load_yaml(f"[{', '.join(texts)}]", "recipe") == [text.strip("'") for text in texts]
+    credit = "[{name: negative_mass, factor: 1e-1}]"
+    (tmp_path / "r.yaml").write_text(f"method: {{name: dapo, credit: {credit}}}\n")
+    method = load_config(tmp_path / "r.yaml").method
+    assert method["credit"] == [{"name": "negative_mass", "factor": 0.1}]
+
+
 def test_a_bomb_in_a_run_folder_is_left_out_with_little_memory(run: Path, tmp_path: Path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     (folder / "config.yaml").write_text(BOMB)

@@ -27,6 +27,7 @@ from counterpoise.probes.drift import solution_bank
 from counterpoise.probes.drift import summarise as summarise_drift
 from counterpoise.probes.output import STRIDE
 from counterpoise.probes.peer_masking import full_update, tau
+from counterpoise.probes.runner import check_settings
 from counterpoise.probes.updates import before_last_update
 from counterpoise.probes.value import Candidates, match, prefix_values
 from helpers.probe_run import small_run
@@ -407,6 +408,22 @@ def test_bad_input_is_one_line(
     with pytest.raises(ValueError, match=message) as error:
         run_probe(run, name, batch_number, settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("default", "good", "bad"),
+    [
+        (False, (False, True), (0, 1, "false")),
+        (4, (1, 9), (0, -1, 1.5, True, "4", None)),
+        (0.0, (1, 3e-5), (0, -1.0, True, "1e-5", None)),
+    ],
+)
+def test_a_setting_is_of_its_defaults_kind(default, good, bad) -> None:
+    for value in good:
+        assert check_settings("value", {"it": value}, {"it": default}) == {"it": value}
+    for value in bad:
+        with pytest.raises(ValueError, match="probe value: it must be"):
+            check_settings("value", {"it": value}, {"it": default})
 
 
 @pytest.mark.parametrize(

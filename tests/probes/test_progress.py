@@ -89,9 +89,10 @@ def test_the_gain_is_the_change_of_the_expected_reward(scene: Scene) -> None:
     change_NT = torch.zeros(batch.mask_NT.shape, dtype=torch.float64)
     change_NT[:, 0] = ratio_N.log()
     scores = progress.Scores(0 * change_NT, change_NT, change_NT, None, None, 0.0)
-    gain, first = progress.progress(collected, scores)
+    gain, first, carried = progress.progress(collected, scores).values()
     moved = float(((ratio_N - 1) * batch.reward_N.double()).mean())
     assert gain * 5 / 6 == pytest.approx(moved, abs=1e-6) and first != gain
+    assert carried == pytest.approx(36 / (6 * float(ratio_N.square().sum())))
 
 
 def test_a_method_starts_from_the_model_as_it_is(scene: Scene, run: Path, tmp_path: Path) -> None:
@@ -125,6 +126,16 @@ def test_without_momentum_an_update_is_that_of_its_own_gradient(scene: Scene) ->
     assert lengths[True, 1.0] != lengths[True, -3.0]
 
 
+def test_the_step_grows_with_the_rate(scene: Scene, tmp_path: Path) -> None:
+    """AdamW's step is linear in the rate while the gradient is the same: at one update."""
+    lengths = []
+    for lr in (1e-5, 3e-5):
+        output = Output(tmp_path, f"rate{lr}", 1, {})
+        progress.probe(scene, output, **{**SMALL, "methods": "psr"}, updates=1, lr=lr)
+        lengths.append(output.tables()["batch_0000"]["length"].item())
+    assert lengths[1] == pytest.approx(3 * lengths[0], rel=1e-2)
+
+
 def test_equal_weights_on_shared_tokens_pay_no_tax_and_unequal_ones_do(scene: Scene) -> None:
     """Forked groups, whole prompts: what REINFORCE with the group's mean brings to shared tokens
     cancels in the last update too; products of ratios leave something over.
@@ -153,7 +164,13 @@ def test_numbers_are_means_over_batches_and_differences_are_paired() -> None:
         f"batch_{k:04d}": pd.DataFrame(
             [
                 {"batch": k, "method": m, "gain": g[k], "first_order": g[k], "own": 1.0, "kl": 0.5}
-                | {"updates": 4, "length": 1.0, "num_shared": 0, "kl_shared": float("nan")}
+                | {
+                    "updates": 4,
+                    "length": 1.0,
+                    "carried": 0.4,
+                    "num_shared": 0,
+                    "kl_shared": float("nan"),
+                }
                 | {"tax": float("nan"), "kl_fork": float("nan")}
                 for m, g in gains.items()
             ]
@@ -166,6 +183,7 @@ def test_numbers_are_means_over_batches_and_differences_are_paired() -> None:
     assert difference == {name: pytest.approx(0.1) for name in ("mean", "low", "high")}
     assert numbers["methods"]["b"]["tax"]["mean"] is None and numbers["control"] == "a"
     table = progress.sheet(numbers)
+    assert any("a, b: less than half of the held-out rollouts" in note for note in table.notes)
     assert [row[0] for row in table.rows] == ["b", "a"] and "tax" not in table.head
     assert len(progress.figure(numbers).data) == 3
 
@@ -173,7 +191,8 @@ def test_numbers_are_means_over_batches_and_differences_are_paired() -> None:
 def test_the_command_shows_a_table_and_goes_on_where_it_stopped(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = ["--set", "batches=2", "--set", "held_out=12", "--set", "updates=1"]
+    chosen = ["batches=2", "held_out=12", "updates=1", "momentum=false", "lr=1e-5"]
+    chosen = [word for setting in chosen for word in ("--set", setting)]
     words = [str(run), "--batch", "1", "--probe", "progress", "--trust", *chosen]
     with pytest.raises(SystemExit, match="0"):
         run_command("probe", words)

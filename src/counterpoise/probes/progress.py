@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from counterpoise.advantages import leave_one_out
 from counterpoise.catalogue.method import Method
@@ -40,6 +39,7 @@ from counterpoise.trainer.warn import said_by_us
 
 METHODS = "dapo, {name: dapo, plan: query_preserved}, {name: dapo, plan: reward_balanced}"
 LEAST_BATCHES = 2  # for an interval
+ENOUGH = 0.5  # of the held-out rollouts: a gain that fewer carry rests on a few large ratios
 SHARED, FORK = "shared", "discriminating"
 MEASURES = {
     "gain": "gain",
@@ -47,6 +47,7 @@ MEASURES = {
     "first_order": "first order",
     "own": "own batch",
     "kl": "KL per token",
+    "carried": "carried by",
     "tax": "tax",
     "kl_fork": "KL at forks",
 }
@@ -62,6 +63,7 @@ def probe(
     rollouts: int = 0,
     held_out: int = 512,
     updates: int = 0,
+    lr: float = 0.0,
     momentum: bool = True,
     seed: int = 0,
 ) -> None:
@@ -70,9 +72,11 @@ def probe(
     Args:
         rollouts: per batch; 0, the default, for as many as the run has.
         updates: per batch; 0, the default, for as many as the run makes.
+        lr: a constant learning rate; 0, the default, for the run's at this batch.
         momentum: False takes AdamW's first beta as 0.
     """
-    chosen, settings = check_methods(methods, batches), scene.config
+    chosen, scene = check_methods(methods, batches), at_rate(scene, lr) if lr else scene
+    settings = scene.config
     size = rollouts or settings.rollouts.prompts * settings.rollouts.group_size
     num_updates = updates or settings.optimizer.updates_per_batch
     how = read_as_run(scene, chosen)
@@ -114,6 +118,13 @@ def check_methods(methods: str, batches: int) -> dict[str, Method]:
     return chosen
 
 
+def at_rate(scene: Scene, lr: float) -> Scene:
+    """The scene with a constant learning rate."""
+    own = {"lr": lr, "warmup": 0, "schedule": "constant"}
+    optimizer = scene.config.optimizer.model_copy(update=own)
+    return scene._replace(config=scene.config.model_copy(update={"optimizer": optimizer}))
+
+
 @contextmanager
 def using_momentum(optimizer: torch.optim.Optimizer, momentum: bool) -> Iterator[None]:
     """The optimizer with its own first beta, or with 0, for the block."""
@@ -150,14 +161,11 @@ def outcome(scene: Scene, held_out: RolloutBatch) -> dict[str, float]:
             for name, p in model.named_parameters()
             if name in before
         )
-    _, first_order = progress(scene.collected, own)
-    gain, fresh = progress(held_out, other)
     assert other.kl_NT is not None
     return {
         "updates": len(scene.updates),
-        "gain": gain,
-        "first_order": fresh,
-        "own": first_order,
+        **progress(held_out, other),
+        "own": progress(scene.collected, own)["first_order"],
         "kl": float(other.kl_NT[held_out.batch.mask_NT.to(other.kl_NT.device)].double().mean()),
         "length": moved**0.5,
         **spent,
@@ -201,19 +209,21 @@ def scores_of(scene: Scene, before: Params) -> Scores:
     return scores
 
 
-def progress(collected: RolloutBatch, scores: Scores) -> tuple[float, float]:
-    """The gain of the expected reward on these rollouts, and its first order: advantage times
-    change of the log-prob.
+def progress(collected: RolloutBatch, scores: Scores) -> dict[str, float]:
+    """The gain of the expected reward on these rollouts, its first order (advantage times change of
+    the log-prob), and the share of the rollouts that carries it: (sum r)^2 / (N sum r^2) of the
+    ratios r.
     """
     batch = collected.batch
     advantage_N = leave_one_out(batch.reward_N, batch.group_N).double()
     delta_NT = (scores.logp_after_NT - scores.logp_before_NT).to(batch.mask_NT.device)
     change_N = torch.where(batch.mask_NT, delta_NT, 0).double().sum(1)
-    return _mean(advantage_N, change_N.expm1()), _mean(advantage_N, change_N)
-
-
-def _mean(advantage_N: Tensor, change_N: Tensor) -> float:
-    return float((advantage_N * change_N).mean())
+    ratio_N = change_N.exp()
+    return {
+        "gain": float((advantage_N * change_N.expm1()).mean()),
+        "first_order": float((advantage_N * change_N).mean()),
+        "carried": float(ratio_N.mean() ** 2 / ratio_N.square().mean()),
+    }
 
 
 def summarise(tables: Mapping[str, Frame]) -> dict[str, Any]:
@@ -255,6 +265,11 @@ def sheet(numbers: dict[str, Any]) -> Sheet:
         "  gain: expected reward after the batch's updates less before, on held-out rollouts;"
         " own batch: its first order on the rollouts that were trained on",
     ]
+    if few := [label for label, one in methods.items() if one["carried"]["mean"] < ENOUGH]:
+        notes.append(
+            f"  {', '.join(few)}: less than half of the held-out rollouts carry the gain, so it"
+            " rests on a few of them. Take a lower rate: --set lr=..."
+        )
     if has_shared(numbers):
         notes.append("  tax: KL per shared token in the last update, less that with them masked")
     return Sheet(notes, ["method", *(MEASURES[name] for name in shown)], rows)

@@ -233,19 +233,26 @@ def check_settings(name: str, given: dict[str, Any], known: dict[str, Any]) -> d
             raise ValueError(f"probe {name}: unknown setting {key!r}. {nearest(key, known)}")
         if isinstance(known[key], str):
             check_text(f"probe {name}", **{key: value})
-            continue
-        if isinstance(known[key], bool) != isinstance(value, bool):
-            raise ValueError(
-                f"probe {name}: {key} must be"
-                f" {'true or false' if isinstance(known[key], bool) else 'a number'}, got"
-                f" {value!r}."
-            )
-        least = 0 if key == "seed" else 1
-        if isinstance(known[key], int) and (not isinstance(value, int) or value < least):
-            raise ValueError(
-                f"probe {name}: {key} must be a whole number from {least} on, got {value!r}."
-            )
+        else:
+            check_number(f"probe {name}: {key}", value, known[key], 0 if key == "seed" else 1)
     return given
+
+
+def check_number(where: str, value: Any, default: bool | float, least: int) -> None:
+    """An error unless the value is of its default's kind, a whole number from ``least`` on.
+
+    >>> check_number("probe progress: lr", 3e-5, 0.0, 1)
+    """
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        is_fine, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        is_fine = is_number and isinstance(value, int) and value >= least
+        expected = f"a whole number from {least} on"
+    else:
+        is_fine, expected = is_number and value > 0, "a number above 0"
+    if not is_fine:
+        raise ValueError(f"{where} must be {expected}, got {value!r}.")
 
 
 def last_batch(run_dir: Path, needs_snapshot: bool) -> int:
