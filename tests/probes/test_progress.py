@@ -142,20 +142,21 @@ def test_equal_weights_on_shared_tokens_pay_no_tax_and_unequal_ones_do(scene: Sc
     """
     rollouts = scene.config.rollouts.model_copy(update={"fork_tokens": 8})
     forked = scene._replace(config=scene.config.model_copy(update={"rollouts": rollouts}))
+    forked = progress.at_rate(forked, 3e-4)
     batch = fresh_batch(forked, "test", 0, 0, 24)
     batch = with_columns(scene.policy.model, batch, frozenset(), Forward())
-    taxes = {}
+    spent = {}
     for name, loss in (
         ("reinforce", "reinforce"),
         ("product", {"name": "dfpo", "transform": "none", "weight": "product"}),
     ):
-        method = cp.method("dfpo_min", loss=loss)
-        one = progress.scene_of(forked, method, batch, None, 0, 4)
+        one = progress.scene_of(forked, cp.method("dfpo_min", loss=loss), batch, None, 0, 4)
         with before_last_update(one):
-            taxes[name] = progress.spent_by(one)
-    assert taxes["reinforce"]["num_shared"] >= 8
-    assert abs(taxes["reinforce"]["tax"]) < 1e-3 * taxes["reinforce"]["kl_fork"]
-    assert abs(taxes["product"]["tax"]) > 5 * abs(taxes["reinforce"]["tax"])
+            spent[name] = progress.spent_by(one)
+    even, uneven = spent["reinforce"], spent["product"]
+    assert even["num_shared"] >= 8 and even["kl_fork"] > 0
+    assert abs(even["tax"]) < 1e-3 * even["kl_fork"] and 0 <= even["brought"] < 1e-10
+    assert abs(uneven["tax"]) > 5 * abs(even["tax"]) and uneven["brought"] > 100 * even["brought"]
 
 
 def test_numbers_are_means_over_batches_and_differences_are_paired() -> None:
@@ -171,7 +172,7 @@ def test_numbers_are_means_over_batches_and_differences_are_paired() -> None:
                     "num_shared": 0,
                     "kl_shared": float("nan"),
                 }
-                | {"tax": float("nan"), "kl_fork": float("nan")}
+                | {"tax": float("nan"), "brought": float("nan"), "kl_fork": float("nan")}
                 for m, g in gains.items()
             ]
         )

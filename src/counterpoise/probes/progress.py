@@ -17,13 +17,14 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from counterpoise.advantages import leave_one_out
 from counterpoise.catalogue.method import Method
-from counterpoise.ledger.account import Scores, score_update
+from counterpoise.ledger.account import Scores
 from counterpoise.ledger.calculus.logprobs import Params, copy_params, trainable
 from counterpoise.maths.intervals import over_seeds
 from counterpoise.probes.fresh import fresh_batch, read_as_run, warm_states, with_columns
@@ -31,10 +32,10 @@ from counterpoise.probes.methods import methods_of
 from counterpoise.probes.output import Drawing, Frame, Output, Rows, interval_dict, join_frames
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.sheet import Sheet, rule_figure
-from counterpoise.probes.tax import contexts, kl_of
-from counterpoise.probes.updates import before_last_update
+from counterpoise.probes.tax import contexts
+from counterpoise.probes.updates import before_last_update, scores_since, updated
 from counterpoise.rollouts import RolloutBatch
-from counterpoise.trainer.update import apply_update, chosen_kernels
+from counterpoise.trainer.update import apply_update
 from counterpoise.trainer.warn import said_by_us
 
 METHODS = "dapo, {name: dapo, plan: query_preserved}, {name: dapo, plan: reward_balanced}"
@@ -49,9 +50,11 @@ MEASURES = {
     "kl": "KL per token",
     "carried": "carried by",
     "tax": "tax",
+    "brought": "brought",
     "kl_fork": "KL at forks",
 }
-PANELS = ("gain", "difference", "kl", "tax")
+SPENT = ("tax", "brought", "kl_fork")  # of tokens that all rollouts of a prompt share
+PANELS = ("gain", "difference", "kl", "brought")
 
 
 def probe(
@@ -154,18 +157,16 @@ def outcome(scene: Scene, held_out: RolloutBatch) -> dict[str, float]:
     with before_last_update(scene) as last:
         spent = spent_by(scene)
         apply_update(model, scene.optimizer, scene.method, last, scene.collected, scene.config)
-        own = scores_of(scene, before)
-        other = scores_of(scene._replace(collected=held_out), before)
+        own, other = (compare(scene, one, before) for one in (scene.collected, held_out))
         moved = sum(
             float((p.detach() - before[name]).double().square().sum())
             for name, p in model.named_parameters()
             if name in before
         )
-    assert other.kl_NT is not None
     return {
         "updates": len(scene.updates),
-        **progress(held_out, other),
-        "own": progress(scene.collected, own)["first_order"],
+        **progress(held_out, other.scores),
+        "own": progress(scene.collected, own.scores)["first_order"],
         "kl": float(other.kl_NT[held_out.batch.mask_NT.to(other.kl_NT.device)].double().mean()),
         "length": moved**0.5,
         **spent,
@@ -173,40 +174,55 @@ def outcome(scene: Scene, held_out: RolloutBatch) -> dict[str, float]:
 
 
 def spent_by(scene: Scene) -> dict[str, float]:
-    """KL of the batch's last update per token that all rollouts share, in full and with these
-    tokens masked, and per token at which good and bad rollouts part; NaN where there are none.
+    """What the batch's last update does at tokens that all rollouts share, as KL per token: in
+    full, less with these tokens masked (the tax), and between the two (what they bring themselves);
+    KL of the full one where good and bad rollouts part. NaN without such tokens.
     """
     rows = scene.method.rows(scene.collected.batch, scene.credit, scene.updates[-1])
     sets, nan = contexts(scene, rows), float("nan")
     shared_RT, rest_RT = sets[SHARED], rows.mask_NT & ~sets[SHARED]
     if not (bool(shared_RT.any()) and bool(rest_RT.any())):
-        return {"num_shared": 0, "kl_shared": nan, "tax": nan, "kl_fork": nan}
-    full_RT, masked_RT = (kl_of(scene, rows, is_in_RT) for is_in_RT in (rows.mask_NT, rest_RT))
-    kl_shared, kl_masked, kl_fork = (
-        float(kl_RT[is_in_RT.to(kl_RT.device)].double().mean())
-        for kl_RT, is_in_RT in ((full_RT, shared_RT), (masked_RT, shared_RT), (full_RT, sets[FORK]))
-    )
-    num = int(shared_RT.sum())
+        return {"num_shared": 0, "kl_shared": nan, "tax": nan, "brought": nan, "kl_fork": nan}
+    model, before = scene.policy.model, copy_params(trainable(scene.policy.model))
+
+    def mean_kl(since: Params, is_in_RT: Tensor) -> float:
+        kl_RT = compare(scene, scene.collected, since, rows.row_R).kl_NT
+        return float(kl_RT[is_in_RT.to(kl_RT.device)].double().mean())
+
+    with updated(scene, rows, rest_RT):
+        without = copy_params(trainable(model))
+        kl_without = mean_kl(before, shared_RT)
+    with updated(scene, rows):
+        kl_shared, kl_fork = mean_kl(before, shared_RT), mean_kl(before, sets[FORK])
+        brought = mean_kl(without, shared_RT)
     return {
-        "num_shared": num,
+        "num_shared": int(shared_RT.sum()),
         "kl_shared": kl_shared,
-        "tax": kl_shared - kl_masked,
+        "tax": kl_shared - kl_without,
+        "brought": brought,
         "kl_fork": kl_fork,
     }
 
 
-def scores_of(scene: Scene, before: Params) -> Scores:
-    """Every rollout of the scene's batch under the weights ``before`` and the present ones."""
-    model, num = scene.policy.model, scene.collected.batch.num_rollouts
-    layers = partial(chosen_kernels, model, scene.config.optimizer)
-    texts = scene.texts(torch.arange(num))
-    scores = score_update(model, before, texts, None, noise_floor=0.0, kernels=layers)
+class Comparison(NamedTuple):
+    """Rollouts under two settings of the weights; ``kl_NT`` is KL(present || before)."""
+
+    scores: Scores
+    kl_NT: Tensor
+
+
+def compare(
+    scene: Scene, collected: RolloutBatch, before: Params, row_R: Tensor | None = None
+) -> Comparison:
+    """Rollouts (all, or some rows) under the weights ``before`` and the present ones."""
+    row_R = torch.arange(collected.batch.num_rollouts) if row_R is None else row_R
+    scores = scores_since(scene._replace(collected=collected), before, row_R, noise_floor=0.0)
     if scores.kl_NT is None:
         raise ValueError(
             "progress: the model's head is not plain, so there are no distributions to compare."
             " Choose another model."
         )
-    return scores
+    return Comparison(scores, scores.kl_NT)
 
 
 def progress(collected: RolloutBatch, scores: Scores) -> dict[str, float]:
@@ -254,7 +270,7 @@ def summarise(tables: Mapping[str, Frame]) -> dict[str, Any]:
 def sheet(numbers: dict[str, Any]) -> Sheet:
     """What the terminal shows, the largest gain first."""
     methods = numbers["methods"]
-    shown = [name for name in MEASURES if name not in ("tax", "kl_fork") or has_shared(numbers)]
+    shown = [name for name in MEASURES if name not in SPENT or has_shared(numbers)]
     rows = [
         [label, *(short_text(methods[label][name]) for name in shown)] for label in ordered(methods)
     ]
@@ -271,7 +287,10 @@ def sheet(numbers: dict[str, Any]) -> Sheet:
             " rests on a few of them. Take a lower rate: --set lr=..."
         )
     if has_shared(numbers):
-        notes.append("  tax: KL per shared token in the last update, less that with them masked")
+        notes.append(
+            "  tax: KL per shared token in the last update, less that with them masked; brought: KL"
+            " there between the two"
+        )
     return Sheet(notes, ["method", *(MEASURES[name] for name in shown)], rows)
 
 
@@ -298,8 +317,11 @@ def short_text(number: Mapping[str, float | None]) -> str:
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Gain, its difference to the control's, KL and tax per method."""
-    methods, panels = numbers["methods"], [p for p in PANELS if p != "tax" or has_shared(numbers)]
+    """Gain, its difference to the control's, KL and what shared tokens bring, per method."""
+    methods, panels = (
+        numbers["methods"],
+        [p for p in PANELS if p not in SPENT or has_shared(numbers)],
+    )
     rows = {label: methods[label] for label in ordered(methods)}
     title = "What the updates of one batch buy, on held-out rollouts"
     names = {name: MEASURES[name] for name in panels}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from counterpoise.ledger.account import Scores, head_state, place_tokens, score_update
 from counterpoise.ledger.calculus.head_change import head_change
-from counterpoise.ledger.calculus.logprobs import Texts, copy_params, trainable
+from counterpoise.ledger.calculus.logprobs import Params, Texts, copy_params, trainable
 from counterpoise.ledger.calculus.snapshot import restore, snapshot
 from counterpoise.ledger.measures.changes import change_sign
 from counterpoise.maths.head import Head
@@ -74,15 +74,17 @@ class Change(NamedTuple):
         return change_sign(self.delta_RT, self.scores.noise_floor)
 
 
-def try_update(
+@contextmanager
+def updated(
     scene: Scene,
     rows: Rows,
     enters_RT: Tensor | None = None,
     *,
     memory: bool = True,
     method: Any = None,
-) -> Change:
-    """Take one update on the rows, score them, and put everything back bit for bit.
+) -> Iterator[Update]:
+    """Model and optimizer after one update on the rows, for the block; then everything is put back
+    bit for bit.
 
     Args:
         enters_RT: tokens whose gradient enters; None for all.
@@ -98,22 +100,46 @@ def try_update(
                 " is made of (all rollouts of its prompts earned the same?). Choose another batch."
             )
         rows = rows._replace(scale_NT=rows.scale_NT * enters_RT)
-    saved, before = snapshot(model, optimizer), copy_params(trainable(model))
+    saved = snapshot(model, optimizer)
     try:
         if not memory:
             forget(optimizer)
-        update = apply_update(
+        yield apply_update(
             model, optimizer, method or scene.method, rows, scene.collected, scene.config
         )
-        layers = partial(chosen_kernels, model, scene.config.optimizer)
-        texts = scene.texts(rows.row_R)
-        scores = score_update(model, before, texts, None, kernels=layers)
+    finally:
+        restore(saved, model, optimizer)
+
+
+def scores_since(
+    scene: Scene, before: Params, row_R: Tensor, noise_floor: float | None = None
+) -> Scores:
+    """Rollouts of the scene's batch under the weights ``before`` and the present ones."""
+    model = scene.policy.model
+    layers = partial(chosen_kernels, model, scene.config.optimizer)
+    texts = scene.texts(row_R)
+    return score_update(model, before, texts, None, noise_floor=noise_floor, kernels=layers)
+
+
+def try_update(
+    scene: Scene,
+    rows: Rows,
+    enters_RT: Tensor | None = None,
+    *,
+    memory: bool = True,
+    method: Any = None,
+) -> Change:
+    """Take one update on the rows (arguments of ``updated``), score them, and put everything back
+    bit for bit.
+    """
+    model, before = scene.policy.model, copy_params(trainable(scene.policy.model))
+    with updated(scene, rows, enters_RT, memory=memory, method=method) as update:
+        scores = scores_since(scene, before, rows.row_R)
         head = backbone(model).head
         new_head = (
             None if head is None else head._replace(weight_VD=head.weight_VD.detach().clone())
         )
-    finally:
-        restore(saved, model, optimizer)
+    texts = scene.texts(rows.row_R)
     return Change(update, scores, None if new_head is None else head_delta(model, texts, new_head))
 
 
