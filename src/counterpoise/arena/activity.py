@@ -11,7 +11,7 @@ Axes: S members (arms), P parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 from counterpoise.arena.batch import train_batch
 from counterpoise.arena.collect import Bench
 from counterpoise.arena.member import Member
+from counterpoise.catalogue.method import Method
 from counterpoise.maths.many import copies, copy_, subtract_
-from counterpoise.policy import Policy
+from counterpoise.policy import REFERENCE, Policy
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import task as make_task
-from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
+from counterpoise.trainer.collect import APART, RolloutSampler, collect, measure_columns
+from counterpoise.trainer.importance import COLUMN, score_tokens
 from counterpoise.trainer.loop import load_policy, set_rate
 from counterpoise.trainer.update import adamw, apply_update
 
@@ -82,14 +84,18 @@ def cosines_apart(
     them is the control.
     """
     config, task = members[0].config, make_task(**members[0].config.task)
-    policy, _ = load_policy(config, members[0].method)
+    policy, reference = load_policy(config, reader(members, REFERENCE))
     optimizer, out = adamw(policy.model, config.optimizer, config.seed), []
     needs = frozenset[str]().union(*(member.method.needs for member in members))
     for batch_number in range(num_batches):
         start = batch_number * config.rollouts.prompts
         sampler = RolloutSampler(policy, task, config, batch_number, start=start, needs=needs)
         collected = collect(members[0].method, sampler)
-        collected = measure_columns(policy, members[0].method, config, collected, also=needs)
+        collected = measure_columns(
+            policy, members[0].method, config, collected, reference, also=needs - APART
+        )
+        scorer = reader(members, {COLUMN})
+        collected, _ = score_tokens(policy, scorer, task, config, collected, batch_number)
         before, changes, row = point(policy, optimizer), [], []
         after = before
         for member in members:
@@ -104,6 +110,12 @@ def cosines_apart(
         out.append(row)
         note()
     return out
+
+
+def reader(members: Sequence[Member], columns: Collection[str]) -> Method:
+    """The first method that reads one of these columns; the control's where none does."""
+    methods = [member.method for member in members]
+    return next((one for one in methods if one.needs.intersection(columns)), methods[0])
 
 
 def update_once(
