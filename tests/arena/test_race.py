@@ -169,7 +169,7 @@ def test_without_memory_activity_is_measured_in_parts(
 def test_activity_by_turns_is_that_of_a_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("psr", "delta", "dapo")
+    names = ("psr", "delta", "dapo", "vimpo", "oar")
     arms = (*design().arms, *(Arm(name, {"method": {"name": name}}) for name in names))
     recipe = {**RECIPE, "optimizer": {"updates_per_batch": 2, "warmup": 2}}
     plan = design(recipe=recipe, arms=arms, evaluations=(3,))
@@ -279,11 +279,13 @@ def test_the_command(
     words = ["arena", "--methods", "grpo", "delta", "--arms", "arms.yaml", "--seeds", "2"]
     words += ["--prompts", "4", "--samples", "2", "--evaluations", "1"]
     words += [word for text in small for word in ("--set", text)]
-    whole = ["--methods", "{name: dapo, plan: query_preserved}"]
-    with pytest.raises(SystemExit) as end:  # ends before anything has run
-        dispatch([*words, *whole, "--set", "optimizer.updates_per_batch=4"])
-    assert end.value.code == 2
-    assert "4 updates need at least 4 prompts" in capsys.readouterr().err
+    whole = ["{name: dapo, plan: query_preserved}", "--set", "optimizer.updates_per_batch=4"]
+    mute = ["oar", "--set", "task={name: helpers.fussy:Fussy}"]
+    unfit = (whole, "4 updates need at least 4 prompts"), (mute, "where an answer begins")
+    for more, message in unfit:
+        with pytest.raises(SystemExit, match="^2$"):  # ends before anything has run
+            dispatch([*words, "--methods", *more])
+        assert message in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit) as end:
         dispatch(words)
     assert end.value.code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pyarrow.parquet import read_table
@@ -16,6 +17,7 @@ from counterpoise.arena.evaluate import evaluate_stack
 from counterpoise.arena.member import Member
 from counterpoise.arena.race import shares_stack
 from counterpoise.arena.stack import stack_of
+from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.policy import Policy, load_model, token_logp
 from counterpoise.run.read import checkpoints
@@ -65,30 +67,81 @@ SPECS = [
     ("clip_cov", 7, 3e-4),
     ({"name": "ibpo"}, 8, 1e-4),
     ({"name": "grpo", "loss": ["clipped", {"name": "kl", "coef": 0.1}]}, 9, 1e-4),
+    ("vimpo", 10, 1e-3),
+    ("vimpo", 4, 1e-4),
+    ("oar", 6, 1e-4),
 ]
+
+
+def apart(stack: Bench, s: int, config: Config) -> tuple[float, float]:
+    """How far the trainer takes the weights, and how far from there member s is, as a share."""
+    train(config)
+    start = flat(load_model("bundled").model)
+    trained = flat(load_model(str(checkpoints(Path(config.run_dir))[-1])).model)
+    model = load_model("bundled").model
+    put_member(stack.stack, s, model)
+    moved = torch.linalg.vector_norm(trained - start)
+    return float(moved), float(torch.linalg.vector_norm(flat(model) - trained) / moved)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_member_samples_and_learns_as_the_trainer_does(tmp_path: Path, num_workers: int) -> None:
-    specs = SPECS if num_workers == 0 else SPECS[1:3]
+    specs = SPECS if num_workers == 0 else [SPECS[2], *SPECS[-2:]]
     configs = [recipe(*spec, run_dir=str(tmp_path / str(k))) for k, spec in enumerate(specs)]
     stack, members = bench(configs, num_workers)
-    start = flat(load_model("bundled").model)
     outcome = train_batch(stack, members, 0)
     stack.crew.close()
     assert len({int(n) for n in outcome.collected.texts.mask_SNT.sum(-1).flatten()}) > 3
     for s, config in enumerate(configs):
-        train(config)
+        moved, gap = apart(stack, s, config)
+        assert moved > 5e-4
+        assert gap < 2e-4
         table = read_table(tmp_path / str(s) / "rollouts" / "batch_000000.parquet").to_pydict()
         texts = outcome.collected.texts
         tokens = [ids[m].tolist() for ids, m in zip(texts.response_SNT[s], texts.mask_SNT[s])]
         assert tokens == [list(ids) for ids in table["token_ids"]]
-        trained = flat(load_model(str(checkpoints(tmp_path / str(s))[-1])).model)
-        model = load_model("bundled").model
-        put_member(stack.stack, s, model)
-        moved = torch.linalg.vector_norm(trained - start)
-        assert moved > 1e-3
-        assert torch.linalg.vector_norm(flat(model) - trained) < 2e-4 * moved
+
+
+def test_a_policy_that_has_left_its_reference_goes_on_as_in_the_trainer(tmp_path: Path) -> None:
+    """Until the second batch there is no KL, and VIMPO's actor has no credit; the rate makes its
+    log-ratios large against rounding.
+    """
+    specs = [("vimpo", 3, 1e-2), ("vimpo", 4, 1e-2), ("oar", 6, 1e-4)]
+    configs = [
+        recipe(*spec, run_dir=str(tmp_path / str(k)), num_batches=2) for k, spec in enumerate(specs)
+    ]
+    stack, members = bench(configs)
+    for batch_number in range(2):
+        outcome = train_batch(stack, members, batch_number)
+    kl_SNT = outcome.collected.texts.ref_kl_SNT
+    assert kl_SNT is not None and kl_SNT[:2].mean() > 1e-4
+    assert max(apart(stack, s, config)[1] for s, config in enumerate(configs)) < 2e-4
+
+
+def test_ratios_start_where_each_members_rules_say(tmp_path: Path) -> None:
+    """With top-p the sampler's log-probs are not the trainer's; a rollout with a large gap is left
+    out, and a method without the rule goes on from the sampler's.
+    """
+    rollouts = {"prompts": 4, "group_size": 4, "max_new_tokens": 64, "top_p": 0.9}
+    moved, capped = ({"name": "mismatch_weight", "mode": mode} for mode in ("none", "tis"))
+    cut = {"name": "mismatch_weight", "mode": "geo", "low": 0.994}
+    methods = [
+        {"name": "dapo", "credit": [moved]},
+        {"name": "dapo", "credit": [capped]},
+        {"name": "dapo", "credit": [cut]},
+        "dapo",
+        {"name": "tpo", "credit": [moved]},
+        {"name": "vimpo", "credit": [cut]},
+    ]
+    configs = [
+        recipe(method, 3, run_dir=str(tmp_path / str(k)), rollouts=rollouts)
+        for k, method in enumerate(methods)
+    ]
+    stack, members = bench(configs)
+    outcome = train_batch(stack, members, 0)
+    kept = [np.concatenate(one.scale).any(1).mean() for one in outcome.collected.prepared]
+    assert 0 < kept[2] < kept[0] == 1
+    assert max(apart(stack, s, config)[1] for s, config in enumerate(configs)) < 2e-4
 
 
 def test_epochs_are_the_trainers(tmp_path: Path) -> None:
@@ -101,24 +154,17 @@ def test_epochs_are_the_trainers(tmp_path: Path) -> None:
         for name, seed in (("tpo", 6), ("grpo", 3))
     ]
     stack, members = bench(configs)
-    start = flat(load_model("bundled").model)
     assert len(train_batch(stack, members, 0).norms) == 6
     for s, config in enumerate(configs):
-        train(config)
-        trained = flat(load_model(str(checkpoints(Path(config.run_dir))[-1])).model)
         assert members[s].num_updates == config.num_updates == 6
-        model = load_model("bundled").model
-        put_member(stack.stack, s, model)
-        moved = torch.linalg.vector_norm(trained - start)
-        assert torch.linalg.vector_norm(flat(model) - trained) < 2e-3 * moved
+        assert apart(stack, s, config)[1] < 2e-3
 
 
-def test_methods_that_a_stack_would_train_otherwise_train_alone() -> None:
-    """One samples more, the other takes ratios from the trainer's log-probs."""
-    weighed = make_method("dapo", credit=[{"name": "mismatch_weight", "mode": "tis"}])
+def test_methods_that_sample_more_or_have_a_teacher_train_alone() -> None:
+    alone = {name for name in PRESETS if not shares_stack(make_method(name))}
+    assert alone == {"vine_ppo", "spo_chain", "sdpo", "opsd", "top_d"}
     dynamic = make_method("dapo", plan={"name": "dynamic_sampling", "max_rounds": 3})
-    assert not shares_stack(weighed) and not shares_stack(dynamic)
-    assert shares_stack(make_method("dapo")) and shares_stack(make_method("tpo"))
+    assert not shares_stack(dynamic)
 
 
 def test_evaluation_is_the_trainers() -> None:

@@ -9,7 +9,6 @@ import torch
 
 import counterpoise as cp
 from counterpoise import credit as rules
-from counterpoise.arena.race import shares_stack
 from counterpoise.credit.influence import row_quantile
 from helpers.credit_cases import assert_rows, batch_of, spread
 
@@ -102,7 +101,6 @@ def test_the_preset_and_its_numbers():
     assert credit.metrics["credit/answer_influence/scored_frac"] == 0.5
     assert credit.metrics["credit/answer_influence/tau"] == 0.5
     assert credit.weight_NT[1].tolist() == pytest.approx([1.0] * 3)
-    assert not shares_stack(method)
 
 
 def test_a_missing_column_says_how_to_measure_it():

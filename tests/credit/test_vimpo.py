@@ -10,7 +10,6 @@ from hypothesis import given
 
 import counterpoise as cp
 from counterpoise import credit as rules
-from counterpoise.arena.race import shares_stack
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train
@@ -154,8 +153,3 @@ def test_a_run_starts_at_the_reference_and_leaves_it(tmp_path):
     kl = [json.loads(line)["credit/implied_advantage/ref_kl"] for line in lines]
     assert kl[0] == 0
     assert 0 < kl[1] < kl[2] < 1
-
-
-def test_a_stack_leaves_it_to_the_trainer():
-    assert shares_stack(cp.method("dapo"))
-    assert not shares_stack(cp.method("vimpo"))

@@ -85,7 +85,9 @@ def test_the_temperature_is_that_of_the_rollouts_and_other_methods_pay_nothing(t
     config = parse_config(recipe(tmp_path, rollouts=rollouts))
     policy, task, method, collected = first_batch(config)
     got_NT = score_tokens(policy, method, task, config, collected, 0)[0].batch.importance_NT
-    batch, answer_N = collected.batch, answer_tokens(policy, task, collected)
+    batch = collected.batch
+    asked = [collected.prompts[p] for p in batch.group_N.tolist()]
+    answer_N = answer_tokens(policy, task, asked, batch.token_ids_NT, batch.mask_NT)
     again_NT = score_tokens(policy, method, task, config, collected, 0)[0].batch.importance_NT
     other_NT = score_tokens(policy, method, task, config, collected, 1)[0].batch.importance_NT
     assert torch.equal(got_NT, again_NT)

@@ -12,17 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.arena.crew import Crew, Job, Questions, Shelf, Stretch
+from counterpoise.arena.crew import Crew, Job, Questions, Stretch, find_answers
+from counterpoise.arena.importance import stack_importance
+from counterpoise.arena.measure import measure_stack, ratio_anchors
 from counterpoise.arena.member import Member
 from counterpoise.arena.optimizer import Moments
 from counterpoise.arena.prepare import NOTHING, Prepared, Work, prepare_sampled, settings_of
 from counterpoise.arena.sampling import StackSampler
-from counterpoise.arena.stack import Stack, restructure
-from counterpoise.arena.texts import Asked, Texts, pad_questions, stack_logp, texts_of
+from counterpoise.arena.stack import Stack
+from counterpoise.arena.texts import Asked, Texts, pad_questions, texts_of
 from counterpoise.maths.reduce import derived_seed
 from counterpoise.sampling import SAMPLED
 from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.sampling.slots import Columns, Settings
+from counterpoise.trainer.importance import COLUMN
 
 TOPK = 20  # candidates per token where a method reads them, as ``sample`` takes them
 
@@ -65,13 +68,25 @@ def collect_stack(bench: Bench, members: Sequence[Member], batch_number: int) ->
             for column in (columns.token_ids_NT, columns.length_N, columns.sampler_logp_NT)
         ),
     )
-    texts = with_reference(bench, members, texts)
-    more = shelved_columns(bench, members, columns, texts)
-    works = works_of(columns, members, questions, more, batch_number)
+    works = works_of(columns, members, questions, batch_number)
     stop_diverged(members, works)
+    temperature, needs = rollouts.temperature, needs_of(members)
+    more = measure_stack(bench.stack, bench.reference_P, texts, needs, temperature)
+    texts = texts._replace(
+        ref_logp_SNT=more.get("ref_logp_NT"),
+        ref_kl_SNT=more.get("ref_kl_NT"),
+        anchor_logp_SNT=ratio_anchors(members, texts, more),
+    )
+    more |= score_stack(bench, members, works, texts, batch_number)
+    works = shelve_columns(bench, members, works, columns, more)
     runs = [s for s, member in enumerate(members) if not member.stopped]
     prepared = dict(zip(runs, bench.crew.call(prepare_sampled, [works[s] for s in runs])))
     return Collected(texts, [prepared.get(s, NOTHING) for s in range(len(members))])
+
+
+def needs_of(members: Sequence[Member]) -> frozenset[str]:
+    """The optional columns that some member's method reads."""
+    return frozenset[str]().union(*(member.method.needs for member in members))
 
 
 def stop_diverged(members: Sequence[Member], works: Sequence[Work]) -> None:
@@ -91,7 +106,7 @@ def sample_stack(
 ) -> Columns:
     """Rollouts of all members; the columns are the sampler's own."""
     rollouts = members[0].config.rollouts
-    needs = frozenset().union(*(member.method.needs for member in members))
+    needs = needs_of(members)
     wants_top = needs & {"topk_ids_NTK", "topk_logp_NTK"}
     settings = Settings(
         rollouts.max_new_tokens,
@@ -120,11 +135,7 @@ def member_uniforms(
 
 
 def works_of(
-    columns: Columns,
-    members: Sequence[Member],
-    questions: Sequence[Questions],
-    more: Sequence[dict[str, Tensor | Shelf]],
-    batch_number: int,
+    columns: Columns, members: Sequence[Member], questions: Sequence[Questions], batch_number: int
 ) -> list[Work]:
     """Each member's rows on the host, as wide as its own longest; all cross over at once."""
     length_B = columns.length_N[:-1].cpu().numpy()
@@ -150,40 +161,52 @@ def works_of(
         where = f"batch {batch_number}"
         job = Job(question.prompts, group_N, ids_NT, length_B[rows], where)
         settings = settings_of(member, batch_number)
-        works.append(Work(member.pickled, settings, job, logp_NT, entropy_NT, more[s]))
+        works.append(Work(member.pickled, settings, job, logp_NT, entropy_NT, {}))
     return works
 
 
-@torch.no_grad()
-def shelved_columns(
-    bench: Bench, members: Sequence[Member], columns: Columns, texts: Texts
-) -> list[dict[str, Tensor | Shelf]]:
-    """The columns that each member's method reads besides those that every batch has."""
-    needs = frozenset().union(*(member.method.needs for member in members))
-    num, temperature = texts.mask_SNT.shape[1], members[0].config.rollouts.temperature
+def score_stack(
+    bench: Bench, members: Sequence[Member], works: Sequence[Work], texts: Texts, batch_number: int
+) -> dict[str, Tensor]:
+    """``importance_NT`` of the members whose method reads it, [S, N, T]; as many rollouts at a time
+    as an update has.
+    """
+    own = [s for s, m in enumerate(members) if COLUMN in m.method.needs and not m.stopped]
+    if not own:
+        return {}
+    answer_SN = np.stack(bench.crew.call(find_answers, [works[s].job for s in own]))
+    config, num = members[0].config, texts.mask_SNT.shape[1]
+    score_SNT = torch.zeros_like(texts.sampler_logp_SNT)
+    score_SNT[own] = stack_importance(
+        bench.stack,
+        own,
+        texts.of_members(own),
+        torch.from_numpy(answer_SN).to(score_SNT.device),
+        seeds=[derived_seed(members[s].seed, batch_number, "importance") for s in own],
+        temperature=config.rollouts.temperature,
+        num_rows=-(-num // config.optimizer.updates_per_batch),
+    )
+    return {COLUMN: score_SNT}
+
+
+def shelve_columns(
+    bench: Bench,
+    members: Sequence[Member],
+    works: Sequence[Work],
+    columns: Columns,
+    more: dict[str, Tensor],
+) -> list[Work]:
+    """Each member's work with the columns that its method reads besides those that every batch
+    has: the sampler's, and those that were measured, [S, N, T].
+    """
+    needs, num = needs_of(members), len(works[0].job.length_N)
     whole = {name: getattr(columns, name)[:-1] for name in SAMPLED & needs}
-    if "trainer_logp_NT" in needs:
-        own = restructure(bench.stack, bench.stack.theta_SP)
-        logp_SNT = stack_logp(bench.stack, own, texts, temperature)
-        whole["trainer_logp_NT"] = logp_SNT.flatten(0, 1)
-    if texts.ref_logp_SNT is not None:
-        whole["ref_logp_NT"] = texts.ref_logp_SNT.flatten(0, 1)
+    whole |= {name: column.flatten(0, 1) for name, column in more.items()}
     shelves = {name: bench.crew.shelve(name, column) for name, column in whole.items()}
     out = []
-    for s, member in enumerate(members):
+    for s, (member, work) in enumerate(zip(members, works)):
         rows = slice(s * num, (s + 1) * num)
         asked = {name: at(rows) for name, at in shelves.items() if name in member.method.needs}
         head = {"head_VD": bench.stack.head_VD(s).cpu()} if "head_VD" in needs else {}
-        out.append(asked | head)
+        out.append(work._replace(columns=asked | head))
     return out
-
-
-@torch.no_grad()
-def with_reference(bench: Bench, members: Sequence[Member], texts: Texts) -> Texts:
-    """Texts with the log-probs of the weights all members started from, where a method asks."""
-    if not any("ref_logp_NT" in member.method.needs for member in members):
-        return texts
-    theta_SP = bench.reference_P.expand_as(bench.stack.theta_SP)
-    weights = restructure(bench.stack, theta_SP)
-    temperature = members[0].config.rollouts.temperature
-    return texts._replace(ref_logp_SNT=stack_logp(bench.stack, weights, texts, temperature))

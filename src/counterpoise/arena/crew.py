@@ -30,6 +30,7 @@ from counterpoise.policy import Policy, encode_prompts
 from counterpoise.tasks import Grades, Task
 from counterpoise.trainer.collect import grade_rollouts
 from counterpoise.trainer.config import Config
+from counterpoise.trainer.importance import answer_tokens
 from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt
 
@@ -103,6 +104,14 @@ def judge(host: Host, job: Job) -> Grades:
     texts = host.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     pairs = [(job.prompts[p], text) for p, text in zip(job.group_N.tolist(), texts)]
     return grade_rollouts(host.task, pairs, host.config, job.where)
+
+
+def find_answers(host: Host, job: Job) -> np.ndarray:
+    """The position of each rollout's first answer token, [N]; -1 where it has no answer."""
+    asked = [job.prompts[p] for p in job.group_N.tolist()]
+    mask_NT = np.arange(job.token_ids_NT.shape[1]) < job.length_N[:, None]
+    ids_NT, mask_NT = torch.from_numpy(job.token_ids_NT).long(), torch.from_numpy(mask_NT)
+    return answer_tokens(host.policy, host.task, asked, ids_NT, mask_NT).numpy()
 
 
 Item = TypeVar("Item")

@@ -33,9 +33,22 @@ def hidden_states(
     """The final normed hidden states, [S, R, L, D]; keys and values of every layer, [S * R, K, L,
     C], are added to ``cache``.
     """
-    _, num_rows, length = ids_SRL.shape
+    x_SRLD = embed(weights, ids_SRL.flatten(1)).unflatten(1, ids_SRL.shape[1:])
+    return hidden_of_embeddings(weights, shape, x_SRLD, cos_LC, sin_LC, cache)
+
+
+def hidden_of_embeddings(
+    weights: Weights,
+    shape: Shape,
+    x_SRLD: Tensor,
+    cos_LC: Tensor,
+    sin_LC: Tensor,
+    cache: list[tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """``hidden_states`` of tokens that are embedded already."""
+    num_rows, length = x_SRLD.shape[1:3]
     cos, sin = (turn[:length].repeat(num_rows, 1)[:, None] for turn in (cos_LC, sin_LC))
-    x_SMD = embed(weights, ids_SRL.flatten(1))
+    x_SMD = x_SRLD.flatten(1, 2)
     for layer in weights.layers:
         q, k, v = (
             part.unflatten(1, (num_rows, length)).flatten(0, 1).transpose(1, 2)
@@ -51,21 +64,21 @@ def hidden_states(
     return norm(x_SMD, weights.norm_D, shape.eps).unflatten(1, (num_rows, length))
 
 
-def response_logits(
-    weights: Weights, hidden_SRLD: Tensor, start_SR: Tensor, num_tokens: int, temperature: float
-) -> Tensor:
-    """Logits over the temperature where response tokens are predicted, [S, R, T, V], float32.
+def response_states(hidden_SRLD: Tensor, start_SR: Tensor, num_tokens: int) -> Tensor:
+    """Hidden states that predict response tokens, [S, R, T, D].
 
     Args:
         start_SR: length of each row's prompt; its last token predicts the first of the response.
     """
     column_T = torch.arange(num_tokens, device=start_SR.device)
     at_SRT = (start_SR[..., None] - 1 + column_T).clamp_max(hidden_SRLD.shape[2] - 1)
-    picked_SRTD = hidden_SRLD.gather(
-        2, at_SRT[..., None].expand(*at_SRT.shape, hidden_SRLD.shape[-1])
-    )
-    logits_SMV = picked_SRTD.flatten(1, 2) @ weights.head_DV
-    return logits_SMV.float().unflatten(1, (*start_SR.shape[1:], num_tokens)) / temperature
+    return hidden_SRLD.gather(2, at_SRT[..., None].expand(*at_SRT.shape, hidden_SRLD.shape[-1]))
+
+
+def response_logits(weights: Weights, state_SRTD: Tensor, temperature: float) -> Tensor:
+    """Their logits over the temperature, [S, R, T, V], float32."""
+    logits_SMV = state_SRTD.flatten(1, 2) @ weights.head_DV
+    return logits_SMV.float().unflatten(1, state_SRTD.shape[1:3]) / temperature
 
 
 def token_logp(logits_SRTV: Tensor, token_ids_SRT: Tensor, mask_SRT: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Prepared(NamedTuple):
     """A batch of one member, ready for its updates.
 
     Args:
-        row, scale: of each update its rows [R] and their scale [R, T].
+        row, scale, rollout_scale: of each update its rows [R], the scale of their tokens [R, T],
+            and theirs in a mean over rollouts [R], 0 where no loss takes one.
         num_failures, message: rollouts whose grader failed, and the first one's message.
     """
 
@@ -39,6 +40,7 @@ class Prepared(NamedTuple):
     credit_NT: np.ndarray
     row: list[np.ndarray]
     scale: list[np.ndarray]
+    rollout_scale: list[np.ndarray]
     state: dict[str, Any] | None
     num_failures: int
     message: str
@@ -47,7 +49,7 @@ class Prepared(NamedTuple):
 _NONE = np.zeros(0, np.float32)
 # of a member that has stopped: no row, no update
 NOTHING = Prepared(
-    _NONE, np.zeros(0, int), _NONE, np.zeros((0, 0), np.float32), [], [], None, 0, ""
+    _NONE, np.zeros(0, int), _NONE, np.zeros((0, 0), np.float32), [], [], [], None, 0, ""
 )
 
 
@@ -137,10 +139,16 @@ def prepare(method: Method, settings: Settings, rollouts: RolloutBatch) -> Prepa
         credit.credit_NT.numpy(force=True),
         [rows.row_R.numpy(force=True) for rows in updates],
         [rows.scale_NT.numpy(force=True) for rows in updates],
+        [scale_of_rollouts(rows) for rows in updates],
         credit.state,
         rollouts.num_grader_failures,
         next(iter(rollouts.grader_messages), ""),
     )
+
+
+def scale_of_rollouts(rows: Rows) -> np.ndarray:
+    scale_N = rows.rollout_scale_N
+    return np.zeros(len(rows.row_R), np.float32) if scale_N is None else scale_N.numpy(force=True)
 
 
 class UpdateWork(NamedTuple):

@@ -31,13 +31,13 @@ from counterpoise.arena.serial import train_apart
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.catalogue.rows import moves_anchor
 from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
 from counterpoise.tasks import task as make_task
 from counterpoise.trainer.checks import check_forks, check_grader, check_moments, check_prompts
 from counterpoise.trainer.config import Config
+from counterpoise.trainer.importance import check_answers
 from counterpoise.trainer.loop import device_of
 
 KEEP_S = 30.0  # seconds between two saved states of a stack
@@ -46,7 +46,6 @@ MEMBERS = {"cpu": 1, "cuda": 64}
 MOST_JOBS = 8  # processes by default: each has the model and torch for itself
 LARGE = 20_000_000  # parameters from which one member fills the device: the trainer is faster then
 APART_BATCHES = 5  # of the activity of runs that cannot be stacked
-UNSTACKED = frozenset({"ref_kl_NT", "importance_NT"})  # columns that a stack does not measure
 
 
 class Arena(NamedTuple):
@@ -117,6 +116,7 @@ def opened(
             own = config_of(design, Run(arm.name, design.rates[0], design.seeds[0]))
             check_moments(own)
             methods[arm.name] = checked_method(own)
+            check_answers(methods[arm.name], task, own.task["name"])
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
         cores = min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cpu" else 1
         yield Arena(design, out, policy, crew, methods, members, jobs or cores, live, {})
@@ -168,12 +168,8 @@ def is_alone(arena: Arena, run: Run) -> bool:
 
 
 def shares_stack(method: Method) -> bool:
-    """Whether a stack can train it: it samples as the others do, has no teacher, and its ratios
-    start from the sampler, whose log-probs are all that the updates of a stack have; nor does it
-    read a column that a stack does not measure.
-    """
-    is_alone = bool(method.collectors) or method.has_teacher or bool(method.needs & UNSTACKED)
-    return not is_alone and not moves_anchor(method.rules)
+    """Whether a stack can train it: it samples as the others do and has no teacher."""
+    return not method.collectors and not method.has_teacher
 
 
 def train_stack(arena: Arena, runs: list[Run]) -> None:

@@ -6,6 +6,7 @@ Axes: S members, N rows of a member, P prompts of a member, T response tokens, L
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from counterpoise.arena.forward import hidden_states, response_logits, token_logp
+from counterpoise.arena.forward import hidden_states, response_logits, response_states, token_logp
 from counterpoise.arena.stack import Stack
 from counterpoise.sampling.decoder import Weights
 
@@ -25,7 +26,9 @@ class Texts(NamedTuple):
         ids_SNL: prompt, response, padding.
         start_SN: length of the prompt.
         response_SNT, mask_SNT, sampler_logp_SNT: the response alone.
-        ref_logp_SNT: log-probs under the weights all members started from, where a method asks.
+        ref_logp_SNT, ref_kl_SNT: log-probs under the weights all members started from and the KL
+            to them, where a method asks.
+        anchor_logp_SNT: where the ratios of each member start, if any member moves that.
     """
 
     ids_SNL: Tensor
@@ -34,10 +37,17 @@ class Texts(NamedTuple):
     mask_SNT: Tensor
     sampler_logp_SNT: Tensor
     ref_logp_SNT: Tensor | None = None
+    ref_kl_SNT: Tensor | None = None
+    anchor_logp_SNT: Tensor | None = None
 
     def select(self, row_SR: Tensor) -> Texts:
         """The chosen rows of each member."""
         columns = [None if column is None else pick(column, row_SR) for column in self]
+        return Texts(*columns)  # pyright: ignore[reportArgumentType]
+
+    def of_members(self, members: Sequence[int]) -> Texts:
+        """The rows of some members."""
+        columns = [None if column is None else column[list(members)] for column in self]
         return Texts(*columns)  # pyright: ignore[reportArgumentType]
 
 
@@ -82,14 +92,29 @@ def texts_of(
     return Texts(ids_SNL, start_SN, response_SNT, mask_SNT, logp_SNT)
 
 
-def stack_logp(stack: Stack, weights: Weights, texts: Texts, temperature: float) -> Tensor:
-    """Log-probs of all response tokens, [S, N, T]; bfloat16 products on an accelerator, as the
-    trainer has them.
-    """
+def autocast(stack: Stack) -> AbstractContextManager[object]:
+    """bfloat16 products on an accelerator, as the trainer has them."""
     device = stack.theta_SP.device.type
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        hidden_SRLD = hidden_states(weights, stack.shape, texts.ids_SNL, stack.cos_LC, stack.sin_LC)
-        logits_SRTV = response_logits(
-            weights, hidden_SRLD, texts.start_SN, texts.mask_SNT.shape[2], temperature
-        )
-    return token_logp(logits_SRTV, texts.response_SNT, texts.mask_SNT)
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def stack_states(stack: Stack, weights: Weights, texts: Texts) -> Tensor:
+    """Hidden states that predict the response tokens, [S, N, T, D]."""
+    with autocast(stack):
+        hidden_SNLD = hidden_states(weights, stack.shape, texts.ids_SNL, stack.cos_LC, stack.sin_LC)
+        return response_states(hidden_SNLD, texts.start_SN, texts.mask_SNT.shape[2])
+
+
+def states_logp(
+    stack: Stack, weights: Weights, state_SNTD: Tensor, texts: Texts, temperature: float
+) -> Tensor:
+    """Log-probs of all response tokens from their hidden states, [S, N, T]."""
+    with autocast(stack):
+        logits_SNTV = response_logits(weights, state_SNTD, temperature)
+    return token_logp(logits_SNTV, texts.response_SNT, texts.mask_SNT)
+
+
+def stack_logp(stack: Stack, weights: Weights, texts: Texts, temperature: float) -> Tensor:
+    """Log-probs of all response tokens, [S, N, T]."""
+    states = stack_states(stack, weights, texts)
+    return states_logp(stack, weights, states, texts, temperature)

@@ -37,11 +37,14 @@ class Whole(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The rows of one update: which, how many of them each member has, and their scale."""
+    """The rows of one update: which, how many of them each member has, the scale of their tokens,
+    and theirs in a mean over rollouts.
+    """
 
     row_SR: Tensor
     num_S: list[int]
     scale_SRT: Tensor
+    rollout_scale_SR: Tensor
 
 
 def apply_updates(bench: Bench, members: Sequence[Member], collected: Collected) -> list[Tensor]:
@@ -75,12 +78,20 @@ def whole_batch(prepared: Sequence[Prepared], width: int, device: torch.device) 
 
 def cut_of(prepared: Sequence[Prepared], at: int, width: int, device: torch.device) -> Cut:
     """Update number ``at`` of every member."""
-    none = np.zeros(0, int), np.zeros((0, width), np.float32)
-    parts = [(one.row[at], one.scale[at]) if at < len(one.row) else none for one in prepared]
-    num = max(len(row) for row, _ in parts)
-    row_SR = torch.from_numpy(np.stack([_fit(row, num) for row, _ in parts]))
-    scale_SRT = torch.from_numpy(np.stack([_fit(scale, num, width) for _, scale in parts]))
-    return Cut(row_SR.to(device), [len(row) for row, _ in parts], scale_SRT.to(device))
+    none = np.zeros(0, int), np.zeros((0, width), np.float32), np.zeros(0, np.float32)
+    parts = [
+        (one.row[at], one.scale[at], one.rollout_scale[at]) if at < len(one.row) else none
+        for one in prepared
+    ]
+    nums = [len(row) for row, _, _ in parts]
+    rows, scales, rollout_scales = zip(*parts)
+    row_SR = np.stack([_fit(row, max(nums)) for row in rows])
+    scale_SRT = np.stack([_fit(scale, max(nums), width) for scale in scales])
+    rollout_scale_SR = np.stack([_fit(scale, max(nums)) for scale in rollout_scales])
+    row_SR, scale_SRT, rollout_scale_SR = (
+        torch.from_numpy(column).to(device) for column in (row_SR, scale_SRT, rollout_scale_SR)
+    )
+    return Cut(row_SR, nums, scale_SRT, rollout_scale_SR)
 
 
 def apply_update(
@@ -112,10 +123,16 @@ def flat_rows(picked: Texts, whole: Whole, cut: Cut) -> Rows:
         *(cut.row_SR, picked.mask_SNT, group_SR, reward_SR, advantage_SR, credit_SRT),
         *(picked.sampler_logp_SNT, cut.scale_SRT),
     )
-    ref = picked.ref_logp_SNT
+    ref, anchor, kl = (
+        None if column is None else column.flatten(0, 1)
+        for column in (picked.ref_logp_SNT, picked.anchor_logp_SNT, picked.ref_kl_SNT)
+    )
     return Rows(
         *(column.flatten(0, 1) for column in columns),
-        ref_logp_NT=None if ref is None else ref.flatten(0, 1),
+        ref_logp_NT=ref,
+        anchor_logp_NT=anchor,
+        ref_kl_NT=kl,
+        rollout_scale_N=cut.rollout_scale_SR.flatten(),
     )
 
 

@@ -4,6 +4,8 @@ comes of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from counterpoise.catalogue.method import Method
@@ -14,6 +16,7 @@ from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import Task, answer_start
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.update import budget_that_fits
+from counterpoise.types import Prompt
 
 COLUMN = "importance_NT"
 
@@ -28,15 +31,18 @@ def check_answers(method: Method, task: Task, name: str) -> None:
         )
 
 
-def answer_tokens(policy: Policy, task: Task, rollouts: RolloutBatch) -> Tensor:
-    """The position of each rollout's first answer token, [N]; -1 where it has no answer."""
-    batch, group = rollouts.batch, rollouts.batch.group_N.tolist()
-    rows = zip(batch.token_ids_NT.cpu(), batch.mask_NT.cpu())
+def answer_tokens(
+    policy: Policy, task: Task, asked: Sequence[Prompt], token_ids_NT: Tensor, mask_NT: Tensor
+) -> Tensor:
+    """The position of each rollout's first answer token, [N]; -1 where it has no answer. Rollout i
+    answers ``asked[i]``.
+    """
+    rows = zip(token_ids_NT.cpu(), mask_NT.cpu())
     texts = policy.tokenizer.batch_decode(
         [ids[keep].tolist() for ids, keep in rows], skip_special_tokens=True
     )
-    offsets = [answer_start(task, rollouts.prompts[p], text) for p, text in zip(group, texts)]
-    return positions_at(policy.tokenizer, batch.token_ids_NT, batch.mask_NT, offsets)
+    offsets = [answer_start(task, prompt, text) for prompt, text in zip(asked, texts)]
+    return positions_at(policy.tokenizer, token_ids_NT, mask_NT, offsets)
 
 
 def score_tokens(
@@ -53,7 +59,9 @@ def score_tokens(
     if COLUMN not in method.needs:
         return collected, {}
     check_answers(method, task, config.task["name"])
-    batch, answer_N = collected.batch, answer_tokens(policy, task, collected)
+    batch = collected.batch
+    asked = [collected.prompts[p] for p in batch.group_N.tolist()]
+    answer_N = answer_tokens(policy, task, asked, batch.token_ids_NT, batch.mask_NT)
     score_NT = measure_importance(
         policy.model,
         collected.prompt_ids,

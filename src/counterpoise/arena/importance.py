@@ -1,0 +1,97 @@
+"""The influence of tokens on the answer for many members at once: ``policy.importance`` on a stack.
+
+Axes: S members, P parameters of a member, N rollouts of a member, R of them in one forward, L
+    tokens of a row, T response tokens, M answer tokens and K reasoning tokens end to end, D hidden
+    size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from counterpoise.arena.forward import embed, hidden_of_embeddings, response_states
+from counterpoise.arena.stack import Stack, restructure
+from counterpoise.arena.texts import Texts, pick
+from counterpoise.maths.head import Head
+from counterpoise.policy.importance import SIGMA, UNSCORED, hidden_pull, row_noise, spans
+from counterpoise.sampling.decoder import Weights
+
+
+def stack_importance(
+    stack: Stack,
+    members: Sequence[int],
+    texts: Texts,
+    answer_SN: Tensor,
+    *,
+    seeds: Sequence[int],
+    temperature: float,
+    num_rows: int,
+) -> Tensor:
+    """``measure_importance`` of these members on their own rollouts, [S, N, T].
+
+    Args:
+        members: their places in the stack; ``texts``, ``answer_SN`` and ``seeds`` are theirs alone.
+        answer_SN: the position of the first answer token of each rollout, -1 without one.
+        seeds: of the noise.
+        num_rows: rollouts of a member in one forward.
+    """
+    weights = restructure(stack, stack.theta_SP[torch.tensor(members)])
+    num_members, num = answer_SN.shape
+    parts = []
+    for row_R in torch.arange(num, device=answer_SN.device).split(num_rows):
+        row_SR = row_R.expand(num_members, -1)
+        some, answer_SR = texts.select(row_SR), pick(answer_SN, row_SR)
+        is_scored_SRT, is_answer_SRT = (
+            column.unflatten(0, answer_SR.shape)
+            for column in spans(some.mask_SNT.flatten(0, 1), answer_SR.flatten())
+        )
+        noise_KD = torch.cat(
+            [
+                SIGMA * row_noise(weights.embed_VD[s], row_R.tolist(), counts, seed)
+                for s, (seed, counts) in enumerate(zip(seeds, is_scored_SRT.sum(2).tolist()))
+            ]
+        )
+        spans_SRT = is_scored_SRT, is_answer_SRT
+        parts.append(scores(stack, weights, some, spans_SRT, noise_KD, temperature))
+    return torch.cat(parts, 1)
+
+
+def scores(
+    stack: Stack,
+    weights: Weights,
+    texts: Texts,
+    spans_SRT: tuple[Tensor, Tensor],
+    noise_KD: Tensor,
+    temperature: float,
+) -> Tensor:
+    """|<gradient of the KL of the answer, embedding>| at the tokens that are scored, [S, R, T].
+
+    Args:
+        spans_SRT: which tokens are scored, and which are the answer.
+    """
+    is_scored_SRT, is_answer_SRT = spans_SRT
+    s_K, r_K, t_K = is_scored_SRT.nonzero(as_tuple=True)
+    place_K = s_K, r_K, texts.start_SN[s_K, r_K] + t_K
+    clean_SRLD = embed(weights, texts.ids_SNL.flatten(1)).unflatten(1, texts.ids_SNL.shape[1:])
+    clean_KD = clean_SRLD[place_K]
+    noisy_SRLD = clean_SRLD.index_put(place_K, clean_KD + noise_KD).requires_grad_()
+
+    def states(x_SRLD: Tensor) -> Tensor:
+        hidden_SRLD = hidden_of_embeddings(weights, stack.shape, x_SRLD, stack.cos_LC, stack.sin_LC)
+        return response_states(hidden_SRLD, texts.start_SN, is_answer_SRT.shape[2])
+
+    with torch.no_grad():
+        clean_SRTD = states(clean_SRLD)
+    with torch.enable_grad():
+        state_SRTD = states(noisy_SRLD)
+    pull_SRTD = torch.zeros_like(clean_SRTD)
+    for s, at_RT in enumerate(is_answer_SRT):
+        pair = clean_SRTD[s][at_RT], state_SRTD[s].detach()[at_RT]
+        pull_SRTD[s][at_RT] = hidden_pull(*pair, Head(weights.head_DV[s].T), temperature)
+    (gradient_SRLD,) = torch.autograd.grad(state_SRTD, noisy_SRLD, pull_SRTD)
+    score_SRT = torch.where(texts.mask_SNT, UNSCORED, 0.0)
+    score_SRT[s_K, r_K, t_K] = (gradient_SRLD[place_K] * clean_KD).sum(-1).abs()
+    return score_SRT
