@@ -36,10 +36,11 @@ from counterpoise.arena.stack import stack_of
 from counterpoise.arena.update import apply_updates
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import method as make_method
-from counterpoise.policy import Policy, load_model
+from counterpoise.policy import REFERENCE, Policy, load_model
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.trainer.collect import RolloutSampler, collect, measure_columns
 from counterpoise.trainer.config import Config, parse_config
+from counterpoise.trainer.importance import score_tokens
 from counterpoise.trainer.update import adamw, apply_update
 from counterpoise.types import Prompt
 
@@ -49,11 +50,16 @@ TURNS = {"turn_rloo", "gigpo", "mt_grpo", "igpo", "turn_credit"}
 
 
 class Mixed(Arithmetic):
-    """Arithmetic whose reward is 1 for about a third of all answers, whatever they say."""
+    """Arithmetic whose reward is 1 for about a third of all answers, whatever they say; the second
+    half of each counts as the answer.
+    """
 
     def reward(self, prompt: Prompt, text: str) -> float:
         right = super().reward(prompt, text)
         return max(right, float(zlib.crc32(text.encode()) % 3 == 0))
+
+    def answer_start(self, prompt: Prompt, text: str) -> int:
+        return len(text) // 2
 
 
 def small_llama(policy: Policy, device: str) -> Policy:
@@ -117,11 +123,14 @@ def time_run(name: str, seed: int, args: argparse.Namespace) -> list[list[float]
     torch.set_num_threads(1)
     config, method, task = recipe(seed, name, args), make_method(name), Mixed()
     policy, times = small_llama(load_model("bundled"), args.device), []
+    has_reference = bool(method.needs & REFERENCE)
+    reference = small_llama(policy, args.device).model if has_reference else None
     optimizer = adamw(policy.model, config.optimizer)
     for number in range(args.batches + 2):
         marks = [now()]
         sampler = RolloutSampler(policy, task, config, number, needs=method.needs)
-        collected = measure_columns(policy, method, config, collect(method, sampler), None)
+        collected = measure_columns(policy, method, config, collect(method, sampler), reference)
+        collected, _ = score_tokens(policy, method, task, config, collected, number)
         credit = method.assign(collected.batch)
         marks.append(now())
         for row_R in method.plan(collected.batch, config.optimizer.updates_per_batch):
