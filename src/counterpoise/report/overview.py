@@ -28,7 +28,17 @@ AXES = {
     "plan": "which rollouts share an update",
     "controller": "what changes over batches",
 }
-SETTINGS = ("model", "task", "num_batches", "rollouts", "optimizer", "eval", "ledger", "lora")
+SETTINGS = (
+    "model",
+    "task",
+    "num_batches",
+    "rollouts",
+    "optimizer",
+    "trl",
+    "eval",
+    "ledger",
+    "lora",
+)
 NOT_IN_FILES = "not in the files"
 BY_PRESET = "preset"
 

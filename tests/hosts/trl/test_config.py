@@ -10,7 +10,8 @@ import warnings
 import pytest
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
-from counterpoise.hosts.trl import CreditGRPOConfig
+from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
+from counterpoise.hosts.trl.selftest import tiny_model, tiny_tokenizer
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -139,11 +140,43 @@ def test_uniform_sets_nothing():
             {"method": "rloo", "scale_rewards": "batch"},
             "scale_rewards='batch' is not used: .*method_advantage=False",
         ),
+        (
+            {"method": "sapo", "epsilon": 0.1},
+            "epsilon=0.1 is not used: method 'sapo' brings its own. method_loss=False",
+        ),
+        (
+            {"method": "dapo", "method_loss": False, "method_axes": {"loss": "clipped"}},
+            "method_axes: the axis 'loss' is not used: method_loss=False keeps TRL's",
+        ),
+        (
+            {"method": "dapo", "method_advantage": False, "method_axes": {"advantage": "signs"}},
+            "method_axes: the axis 'advantage' is not used: method_advantage=False keeps TRL's",
+        ),
     ],
 )
 def test_a_setting_that_is_not_used_is_warned_about(args, message):
     with pytest.warns(UserWarning, match=message):
         config(**args)
+
+
+def test_a_config_that_is_changed_after_it_was_made(tmp_path):
+    """The method has no longer a say in TRL's fields."""
+    args = config(method="dapo")
+    args.method = "delta"
+    with pytest.raises(ValueError, match="delta is None, and method 'delta' set it to 10.0"):
+        CreditGRPOTrainer(
+            model=tiny_model(0),
+            reward_funcs=trl_tiny.graded,
+            args=args,
+            train_dataset=trl_tiny.prompts(),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+@pytest.mark.parametrize(("loss_type", "name"), [("sapo", "per_sequence"), ("bnpo", "per_token")])
+def test_the_ledgers_reduction_is_that_of_the_loss_that_trains(loss_type, name):
+    setup = config(method="grpo", method_loss=False, loss_type=loss_type).setup()
+    assert setup.method.describe()["reduction"]["name"] == name
 
 
 def test_no_warning_without_a_reason():

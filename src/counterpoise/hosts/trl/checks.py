@@ -73,6 +73,7 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
             f" {nearest(named, trainer.reward_func_names)}"
         )
     _check_columns(setup)
+    _check_fields(trainer, setup)
     if not setup.is_uniform or setup.has_own_plan or args.ledger_every:
         _check_groups(trainer)
         _check_parallelism(trainer)
@@ -93,6 +94,17 @@ def _check_columns(setup: Setup) -> None:
         if name in setup.method.needs:
             raise ValueError(
                 f"the method {setup.method.name!r} reads {name}, {why}. Use counterpoise train."
+            )
+
+
+def _check_fields(trainer: CreditMixin, setup: Setup) -> None:
+    """The config still has the settings that the method made of it."""
+    for name, value in setup.trl_fields.items():
+        if (got := getattr(trainer.args, name)) != value:
+            raise ValueError(
+                f"{name} is {got!r}, and method {setup.method.name!r} set it to {value!r}: the"
+                " config was changed after it was made. Give all settings to CreditGRPOConfig(...);"
+                " method_loss=False keeps TRL's loss, method_axes changes the method's."
             )
 
 

@@ -203,8 +203,19 @@ class CreditGRPOConfig(GRPOConfig):
                     f" teacher with the source {source!r}.",
                     stacklevel=4,
                 )
+        has_loss = self.method_loss and not setup.is_uniform
+        theirs = {
+            "method_loss": () if self.method_loss else ("loss", "reduction"),
+            "method_advantage": () if self.method_advantage else ("advantage",),
+        }
+        for switch, axes in theirs.items():
+            for axis in set(axes) & set(self.method_axes or {}):
+                warnings.warn(
+                    f"method_axes: the axis {axis!r} is not used: {switch}=False keeps TRL's.",
+                    stacklevel=4,
+                )
         names = [
-            *(LOSS_FIELDS[1:] if setup.has_own_loss else ()),
+            *(name for name in LOSS_FIELDS if has_loss and name not in setup.trl_fields),
             *(ADVANTAGE_FIELDS if setup.has_own_advantage else ()),
         ]
         for name in names:

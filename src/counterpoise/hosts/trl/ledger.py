@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from counterpoise.hosts.trl.folder import create_folder, rollout_batch
+from counterpoise.hosts.trl.folder import begin_folder, rollout_batch
 from counterpoise.hosts.trl.live import FILLER, loss_mask
 from counterpoise.hosts.trl.method import Setup
 from counterpoise.hosts.trl.plan import num_updates
@@ -65,7 +65,7 @@ class Ledger(TrainerCallback):
         self.trainer, self.setup = trainer, setup
         self.folder = Path(trainer.args.output_dir) / INSIDE_TRL
         self.book: Book | None = None
-        self._is_open = False
+        self._is_open, self._has_begun = False, False
         self._parts: list[dict[str, Tensor]] = []
         self._tables: list[Columns] = []
         self._summaries: list[dict[str, float]] = []
@@ -96,7 +96,7 @@ class Ledger(TrainerCallback):
         self._tables, self._summaries = [], []
         if not self.trainer.accelerator.is_main_process:
             return
-        create_folder(self.folder, self.trainer, self.setup)
+        self._begin(batch_number)
         self._prompt_ids = [
             row[keep.bool()].tolist()
             for row, keep in zip(columns["prompt_ids"].cpu(), columns["prompt_mask"].cpu())
@@ -106,6 +106,12 @@ class Ledger(TrainerCallback):
         rollouts = rollout_batch(batch_number, tokenizer, self._prompt_ids, batch, talks)
         self._metrics = metrics | turn_metrics(rollouts)
         write.write_rollouts(self.folder, batch_number, rollouts, credit)
+
+    def _begin(self, batch_number: int) -> None:
+        """The run folder, before this process writes into it for the first time."""
+        if not self._has_begun:
+            begin_folder(self.folder, self.trainer, self.setup, batch_number)
+            self._has_begun = True
 
     def _new_book(self) -> Book:
         """For one pass over the batch; with ``num_iterations`` there are several."""
@@ -237,7 +243,7 @@ class Ledger(TrainerCallback):
     def _append(
         self, batch_number: int, reward_N: Tensor, length_N: Tensor, metrics: dict[str, float]
     ) -> None:
-        create_folder(self.folder, self.trainer, self.setup)
+        self._begin(batch_number)
         numbers = {
             "reward/mean": float(reward_N.mean()),
             "rollouts/num": len(reward_N),

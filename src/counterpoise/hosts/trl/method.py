@@ -78,6 +78,8 @@ def setup(
     if name not in cp.methods():
         form = "method='dapo', method_axes={{{axis}: {value}}}"
         raise ValueError(unknown_method(name, [OFF, *cp.methods()], form))
+    # of TRL's own loss the reduction is read by the ledger alone
+    axes = axes if own_loss else axes | {"reduction": REDUCTIONS.get(loss_type, "per_token")}
     method, beta = _split_kl(cp.method(name, success=success, **axes))
     method.check_sampling("TRL")
     fields = trl_fields(method) if own_loss else {}
