@@ -75,6 +75,13 @@ def test_every_pass_over_a_generation_is_booked(tmp_path):
     assert shown.column("delta").value_T.tolist() == pytest.approx(expected["delta"].tolist())
 
 
+def test_training_may_end_between_two_passes(tmp_path):
+    args = {"method": "dapo", "num_iterations": 2, "steps_per_generation": 4, "max_steps": 2}
+    trl_tiny.ours(tmp_path, args=SGD | args).train()
+    tokens = pq.read_table(tmp_path / "counterpoise" / "tokens" / "batch_000000.parquet")
+    assert set(tokens["update"].to_pylist()) == {0, 1}
+
+
 def test_a_batch_that_training_did_not_finish_is_booked_as_far_as_it_came(tmp_path):
     trl_tiny.ours(tmp_path, args=SGD | {"method": "dapo", "max_steps": 3}).train()
     tokens = pq.read_table(

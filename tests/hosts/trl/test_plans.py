@@ -4,6 +4,8 @@ nothing.
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 
@@ -201,3 +203,30 @@ def test_dfpo_sees_the_whole_step(tmp_path):
             expected = torch.where(mask[is_in], weight[is_in].min(), 0)
             torch.testing.assert_close(given[is_in], expected, rtol=0, atol=1e-6)
         assert (weight.max() - weight.min() > 1e-4) == (update == 1)
+
+
+@pytest.mark.parametrize("method", ["uniform", "gmpo"])
+def test_rows_that_fill_up_take_nothing_from_the_kl(method, tmp_path):
+    """Updates of unequal size as one micro-batch or four, with TRL's means over rows."""
+    trl_tiny.tiny_model(0).save_pretrained(tmp_path / "model")  # TRL loads the reference from it
+    trainers = []
+    for rows, micro in ((8, 1), (2, 4)):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": micro}
+        args = {"method": method, "plan": "round_robin", "loss_type": "grpo", "beta": 0.3} | sizes
+        trainers.append(
+            trained(
+                tmp_path / f"{rows}",
+                args=args | {"steps_per_generation": 4 * micro, "max_steps": 4},
+                model=str(tmp_path / "model"),
+                reward_funcs=some_graded,
+            )
+        )
+    one, cut = trainers
+    assert any(len(rows) % 4 for rows in one.rows)
+    assert relative_gap(cut, one) < 1e-4
+
+
+def some_graded(completions, **columns):
+    """No reward for one completion of five."""
+    sums = [zlib.crc32(text.encode()) for text in completions]
+    return [None if number % 5 == 0 else float(number % 2) for number in sums]

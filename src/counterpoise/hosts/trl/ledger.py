@@ -183,7 +183,8 @@ class Ledger(TrainerCallback):
     def on_train_end(self, *args: object, **kwargs: object) -> None:
         """A batch whose last updates did not happen is written as far as it came."""
         if self._is_open and self._num_updates:
-            self._keep_pass()
+            if self._num_updates % num_updates(self.trainer):  # else the last pass is kept already
+                self._keep_pass()
             self.close()
 
     def _end_pass(self) -> None:

@@ -122,6 +122,19 @@ def off_policy_by_rollout(trainer: CreditMixin, inputs: dict[str, Any]) -> Itera
         yield
 
 
+@contextmanager
+def kl_of_real_rows(trainer: CreditMixin, inputs: dict[str, Any]) -> Iterator[None]:
+    """TRL's means over the rows of a micro-batch count rows that only fill it up: inside the block
+    ``beta`` makes up for them, as the micro-batch's advantages do.
+    """
+    beta = trainer.beta
+    trainer.beta = beta * inputs.get("cp_factor", 1.0)
+    try:
+        yield
+    finally:
+        trainer.beta = beta
+
+
 def clip_metrics(trainer: CreditMixin, mask_NT: Tensor, loss: TokenLoss) -> dict[str, float]:
     """TRL's ``clip_ratio/*`` of a loss of ours: tokens that it clipped, by the side of their
     ratio, over all processes.

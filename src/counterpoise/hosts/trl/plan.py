@@ -154,6 +154,7 @@ def _micro_batch(
             )
     if factor != 1.0:
         micro["advantages"] = micro["advantages"] * factor
+        micro["cp_factor"] = factor
     micro["cp_row"] = torch.where(is_real_B, row_B, FILLER)
     micro["cp_rows"] = mask_rows(update.rows.select(pick_B), is_real_B)
     return micro

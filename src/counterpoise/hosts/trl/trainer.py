@@ -41,7 +41,12 @@ from counterpoise.hosts.trl.checks import check_class, check_trainer, check_vers
 from counterpoise.hosts.trl.config import CreditGRPOConfig
 from counterpoise.hosts.trl.ledger import Ledger
 from counterpoise.hosts.trl.live import live_columns, live_rows, loss_mask
-from counterpoise.hosts.trl.loss import off_policy_by_rollout, own_loss, prepare_update
+from counterpoise.hosts.trl.loss import (
+    kl_of_real_rows,
+    off_policy_by_rollout,
+    own_loss,
+    prepare_update,
+)
 from counterpoise.hosts.trl.plan import (
     UpdateRows,
     check_room,
@@ -98,6 +103,7 @@ class CreditMixin(Host):
     optimizer: Any
     processing_class: Any
     num_generations: int
+    beta: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(trl.__version__)
@@ -204,12 +210,13 @@ class CreditMixin(Host):
         trl_loss = super()._compute_loss
         if self._credit_is_off or not self.model.training:
             return trl_loss(model, inputs)
-        if self._credit_updates and self.credit_setup.has_own_loss:
-            total, logp_NT, loss = own_loss(self, self.credit_setup, trl_loss, model, inputs)
-        else:
-            with record_calls(self, SCORE) as results, off_policy_by_rollout(self, inputs):
-                total = trl_loss(model, inputs)
-            logp_NT, loss = results[-1][0], None
+        with kl_of_real_rows(self, inputs):
+            if self._credit_updates and self.credit_setup.has_own_loss:
+                total, logp_NT, loss = own_loss(self, self.credit_setup, trl_loss, model, inputs)
+            else:
+                with record_calls(self, SCORE) as results, off_policy_by_rollout(self, inputs):
+                    total = trl_loss(model, inputs)
+                logp_NT, loss = results[-1][0], None
         self.credit_ledger.note(inputs, total, logp_NT, loss)
         return total
 
