@@ -19,12 +19,12 @@ from counterpoise.rollouts import Completions, RolloutBatch
 from counterpoise.sampling import SAMPLED
 from counterpoise.sampling.draw import share_openings, uniforms
 from counterpoise.stage import call, success_of
-from counterpoise.tasks import Grades, Task, grade
+from counterpoise.tasks import Grades, Task
 from counterpoise.trainer.checks import SCORE, VALUE, check_one_turn, check_scores
 from counterpoise.trainer.completions import State, complete_states
 from counterpoise.trainer.config import Config, ConfigError
 from counterpoise.trainer.conversations import hold, without_lost
-from counterpoise.trainer.judge import Judged, sample_and_grade
+from counterpoise.trainer.judge import Judged, grader_of, sample_and_grade
 from counterpoise.trainer.prompts import prompts_from
 from counterpoise.types import Prompt, TokenBatch
 
@@ -87,13 +87,9 @@ def grade_rollouts(
     task: Task, pairs: Sequence[tuple[Prompt, str]], config: Config, where: str
 ) -> Grades:
     """Rewards under the limits of the recipe."""
-    return grade(
-        task,
-        pairs,
-        config.grader_time_limit_s,
-        max_failed_frac=config.grader_max_failed_frac,
-        where=where,
-    )
+    grader = grader_of(task, [prompt for prompt, _ in pairs], config, where)
+    grader.add({row: text for row, (_, text) in enumerate(pairs)})
+    return grader.grades()
 
 
 class RolloutSampler:

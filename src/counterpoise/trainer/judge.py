@@ -31,6 +31,12 @@ class Judged(NamedTuple):
     grades: Grades
 
 
+def grader_of(task: Task, prompts: Sequence[Prompt], config: Config, where: str) -> Grader:
+    """The grader of rollouts that answer ``prompts``, under the limits of the recipe."""
+    limit, most = config.grader_time_limit_s, config.grader_max_failed_frac
+    return Grader(task, prompts, limit, max_failed_frac=most, where=where)
+
+
 def sample_and_grade(
     policy: Policy,
     task: Task,
@@ -65,13 +71,7 @@ class Judge:
         self, policy: Policy, task: Task, prompts: Sequence[Prompt], config: Config, where: str
     ) -> None:
         self.tokenizer = policy.tokenizer
-        self.grader = Grader(
-            task,
-            prompts,
-            config.grader_time_limit_s,
-            max_failed_frac=config.grader_max_failed_frac,
-            where=where,
-        )
+        self.grader = grader_of(task, prompts, config, where)
         self.texts: dict[int, str] = {}
         self.thread: ThreadPoolExecutor | None = None
         self.parts: list[Future[None]] = []
