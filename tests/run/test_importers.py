@@ -231,6 +231,21 @@ def test_trl_by_words(tmp_path):
     assert "sampler_logp" not in tokens
 
 
+def test_trl_writes_a_generation_once_per_update(tmp_path, caplog):
+    """With ``logging_steps=1``: the same rows under the next step; they are one batch."""
+    for step in (4, 5, 6):
+        more = {} if step < 6 else {"completion": ["", "seven"]}
+        name = f"completions_{step:05d}.parquet"
+        write_completions(
+            tmp_path / name, step=[step, step], format_reward=[0.5, float("nan")], **more
+        )
+    assert import_run("trl", tmp_path, tmp_path / "run") == {4: 2, 6: 1}
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2
+    assert "the sum of accuracy_reward, format_reward; TRL's reward_weights are not in" in told[0]
+    assert told[1] == "import: 1 rollouts without a token are left out."
+
+
 def test_trl_with_a_tokenizer_messages_and_a_chosen_reward(tmp_path, tokenizer):
     chat = [{"role": "user", "content": "what is"}]
     answers = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from counterpoise.run.importers.dump import Encode, Imported, Reader
 from counterpoise.run.importers.turns import has_turns, turn_columns, turns_of
 from counterpoise.text import visible
 
+log = logging.getLogger("counterpoise.run")
 FORMATS = {  # name -> module with ``read``, files in a folder
     "prime-rl": ("prime_rl", "rank_*.jsonl"),
     "nemo-rl": ("nemo_rl", "train_data_step*.jsonl"),
@@ -63,11 +65,16 @@ def import_run(
     read: Reader = importlib.import_module(f"counterpoise.run.importers.{module}").read
     decode, encode = _tokenizer(tokenizer) if tokenizer else (None, None)
     by_batch: dict[int, list[Imported]] = defaultdict(list)
+    num_empty = 0
     for rollout in read(_files(source, pattern), encode, rewards):
         if rollout.columns["token_ids"]:
             by_batch[rollout.batch].append(rollout)
+        else:
+            num_empty += 1
     if not by_batch:
         raise ValueError(f"import: no rollouts with tokens in {str(source)!r}.")
+    if num_empty:
+        log.warning("import: %d rollouts without a token are left out.", num_empty)
 
     facts = {"imported_from": kind, "method": {"name": kind}, "not_in_dump": _absent(by_batch)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,21 +25,39 @@ from counterpoise.run.importers.dump import (
 from counterpoise.run.parquet import BROKEN
 from counterpoise.text import visible
 
+log = logging.getLogger("counterpoise.run")
+
 
 def read(
     files: Sequence[Path], encode: Encode | None, rewards: Sequence[str]
 ) -> Iterator[Imported]:
-    """Text only, so tokens are those of a tokenizer if one is given, else words."""
+    """Text only, so tokens are those of a tokenizer if one is given, else words.
+
+    TRL writes a generation whenever it logs, once for each of its updates with ``logging_steps=1``:
+    it is read once, under the step of its first file.
+    """
+    last: str | None = None
     for file in files:
         table = _table(file)
         require(str(file), table.column_names, ("prompt", "completion"))
         names = list(rewards) or _reward_columns(table)
+        if last is None and not rewards and len(names) > 1:
+            log.warning(
+                "import: the reward is the sum of %s; TRL's reward_weights are not in the dump."
+                " --reward names the columns to take.",
+                visible(", ".join(names)),
+            )
         missing = [name for name in names if name not in table.column_names]
         if missing:
             raise ValueError(
                 f"import: {file} has no column {missing[0]!r}. It has:"
                 f" {visible(', '.join(table.column_names))}."
             )
+        others = [name for name in table.column_names if name != "step"]
+        written = repr(table.select(others).to_pylist())  # NaN equals NaN there
+        if written == last:
+            continue
+        last = written
         for at, row in enumerate(table.to_pylist()):
             yield _rollout(f"{file}: row {at}", row, encode, names)
 
@@ -80,12 +99,13 @@ def _rollout(where: str, row: Row, encode: Encode | None, rewards: Sequence[str]
 def _reward_columns(table: pa.Table) -> list[str]:
     if "reward" in table.column_names:
         return ["reward"]
-    return [
+    names = [
         f.name
         for f in table.schema
         if f.name not in ("step", "advantage")
         and (pa.types.is_floating(f.type) or pa.types.is_integer(f.type))
     ]
+    return names
 
 
 def _message_text(where: str, name: str, value: object) -> str:
