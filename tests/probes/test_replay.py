@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,37 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_run(tmp_path_factory.mktemp("replay") / "run", num_batches=1, ledger_every=0)
 
 
-def test_a_training_inside_trl_cannot_be_replayed(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
+def test_a_training_inside_trl_is_replayed_from_its_rollouts(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", method="fade")
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"host": "trl"}))
-    (path / "config.yaml").write_text("host: trl\n")
-    with pytest.raises(ValueError, match="inside trl, which keeps no recipe .*counterpoise train"):
-        replay(path, 0, ["dapo"])
+    assert replay(path, 0, ["dapo", "top_entropy"])["numbers"]["credit"].keys() == {
+        "dapo",
+        "top_entropy",
+    }
+    for method, why in (("delta", "delta reads hidden_NTD"), ("fade", "fade has a memory")):
+        with pytest.raises(ValueError, match="inside trl, which keeps no recipe") as error:
+            replay(path, 0, [method])
+        assert f"Its saved rollouts are not enough: {why}" in str(error.value)
+
+
+def test_saved_rollouts_alone_give_the_credit_that_the_checkpoint_gives(
+    run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    methods = ["dapo", "top_entropy", "ktae", "{name: dapo, credit: [conflict]}"]
+    apart = tmp_path / "apart"
+    shutil.copytree(run, apart, ignore=shutil.ignore_patterns("checkpoints", "probes"))
+    credits = []
+    for folder, why in ((apart, ""), (run, "asked")):
+        monkeypatch.setattr("counterpoise.probes.replay.why_model", lambda *_, why=why: why)
+        summary = replay(folder, 0, methods)
+        credits.append(pd.read_parquet(Path(summary["folder"]) / "credits.parquet"))
+    monkeypatch.undo()
+    assert credits[0].equals(credits[1])
+    for apply, methods, why in ((True, ["dapo"], "--apply"), (False, ["delta"], "delta reads")):
+        with pytest.raises(ValueError, match="no checkpoint of batch 0 .*keep_every") as error:
+            replay(apart, 0, methods, apply=apply)
+        assert f"Its saved rollouts are not enough: {why}" in str(error.value)
 
 
 def test_a_method_with_itself(run: Path) -> None:

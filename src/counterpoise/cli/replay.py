@@ -19,7 +19,14 @@ NOTE = (
 
 def replay(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    batch: Annotated[int, typer.Option(min=0, help="A batch with a checkpoint (keep_every).")],
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="A batch with saved rollouts. Methods that read more than those, and --apply, need"
+            " its checkpoint too (keep_every).",
+        ),
+    ],
     method: Annotated[
         list[str],
         typer.Option(help="A method, or '{name: dapo, credit: [top_entropy]}' (repeatable)."),

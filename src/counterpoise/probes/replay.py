@@ -8,25 +8,40 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy.stats import spearmanr
 
+from counterpoise.catalogue.method import Method
 from counterpoise.maths.columns import by_sign, is_flip
 from counterpoise.maths.turns import token_advantage
 from counterpoise.probes.methods import Assigned, assign, named_method
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
-from counterpoise.probes.scene import Scene, open_scene
+from counterpoise.probes.scene import Scene, checkpoint_of, open_scene
 from counterpoise.probes.updates import try_update
 from counterpoise.run.files import inside, write_table
+from counterpoise.run.read import batch_files, open_run
+from counterpoise.run.rollouts import read_rollouts
+from counterpoise.stage import success_of
+from counterpoise.types import TokenBatch
 
 LONGEST = 100  # letters of a folder's name
+
+
+class Saved(NamedTuple):
+    """A batch from its file, and what of the run decides its credit: the seed, and the name of the
+    method whose memory only a checkpoint holds.
+    """
+
+    batch: TokenBatch
+    seed: int
+    method: str
 
 
 def replay(
@@ -41,7 +56,8 @@ def replay(
     update of each.
 
     Args:
-        run_dir, batch: a run folder and a batch with a checkpoint and rollouts.
+        run_dir, batch: a run folder and a batch with rollouts; with a checkpoint too where a method
+            reads more than the file has, samples or has a memory, and for ``apply``.
         specs: names of methods, or YAML mappings with ``name`` and axes: ``{name: dapo, plan:
             query_preserved}``.
         apply: try each method's update on the rows of the run's first update, all from one
@@ -55,18 +71,25 @@ def replay(
     named = dict(map(named_method, specs))
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
-    scene = open_scene(run_dir, batch_number, trust=trust)
-    assigned = assign(scene, named)
+    saved = read_saved(run_dir, batch_number)
+    why = "--apply tries updates" if apply else why_model(named, saved)
+    scene = None
+    if saved is None or why:
+        check_checkpoint(run_dir, batch_number, why)
+        scene = open_scene(run_dir, batch_number, trust=trust)
+        assigned, batch = assign(scene, named), scene.collected.batch
+    else:
+        assigned, batch = assign_saved(saved, named, batch_number), saved.batch
     place = ("probes", "replay", f"batch_{batch_number:06d}", folder_name(list(named)))
     folder = inside(run_dir, *place)
-    columns = credit_columns(scene, assigned)
+    columns = credit_columns(batch, assigned)
     numbers: dict[str, Any] = {
         "credit": {label: credit_numbers(one) for label, one in assigned.items()}
     }
     numbers["rank_correlation"] = correlations(
         {label: columns[f"credit/{label}"] for label in named}
     )
-    if apply:
+    if apply and scene is not None:
         table = updates(scene, assigned)
         write_table(folder / "updates.parquet", {name: table[name].to_numpy() for name in table})
         numbers["update"] = {label: update_numbers(table, label) for label in named}
@@ -92,9 +115,60 @@ def folder_name(specs: list[str]) -> str:
     )
 
 
-def credit_columns(scene: Scene, assigned: dict[str, Assigned]) -> dict[str, np.ndarray]:
+def read_saved(run_dir: Path, batch_number: int) -> Saved | None:
+    """The batch as its file has it, None where there is none."""
+    file = batch_files(run_dir, "rollouts").get(batch_number)
+    if file is None:
+        return None
+    config = open_run(run_dir).config
+    given = {name: config.get(name) for name in ("rollouts", "task", "method")}
+    rollouts, task, method = (one if isinstance(one, dict) else {} for one in given.values())
+    batch = read_rollouts(file, max_length=rollouts.get("max_new_tokens")).batch
+    return Saved(
+        batch.replace(success=success_of(task)), config.get("seed", 0), method.get("name", "")
+    )
+
+
+def why_model(methods: Mapping[str, Method], saved: Saved | None) -> str:
+    """Why saved rollouts are not enough for some method; empty where they are."""
+    for label, method in methods.items() if saved else ():
+        assert saved is not None
+        lacks = [name for name in sorted(method.needs) if getattr(saved.batch, name) is None]
+        state = method.init()
+        has_memory = any(part is not None for part in (state["controller"], *state["rules"]))
+        reasons = {
+            "samples more": bool(method.collectors),
+            f"reads {', '.join(lacks)}": bool(lacks),
+            "has a memory, which the checkpoint holds": has_memory and method.name == saved.method,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                return f"{label} {reason}"
+    return ""
+
+
+def check_checkpoint(run_dir: Path, batch_number: int, why: str) -> None:
+    """The batch has one; else an error that says why it takes one."""
+    try:
+        checkpoint_of(run_dir, batch_number)
+    except ValueError as error:
+        rest = f" Its saved rollouts are not enough: {why}." if why else ""
+        raise ValueError(f"{error}{rest}") from None
+
+
+def assign_saved(
+    saved: Saved, methods: Mapping[str, Method], batch_number: int
+) -> dict[str, Assigned]:
+    """The credit of each method from the saved rollouts alone."""
+    batch, seed = saved.batch, saved.seed
+    return {
+        label: Assigned(method, batch, method.assign(batch, seed=seed, batch_number=batch_number))
+        for label, method in methods.items()
+    }
+
+
+def credit_columns(batch: TokenBatch, assigned: dict[str, Assigned]) -> dict[str, np.ndarray]:
     """One row per token: where it is, and its credit under each method."""
-    batch = scene.collected.batch
     mask_NT = batch.mask_NT
     where = {
         "group": batch.group_N[:, None],

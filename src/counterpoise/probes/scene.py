@@ -152,7 +152,8 @@ def read_config(run_dir: Path, *, trust: bool = True) -> Config:
     if host:
         raise ValueError(
             f"{run_dir} is the account of a training inside {host}, which keeps no recipe and no"
-            " checkpoints of ours. replay and probe work on the runs of `counterpoise train`."
+            " checkpoints of ours. Probes work on the runs of `counterpoise train`, and replay on"
+            " saved rollouts where its methods read no more."
         )
     return load_config(run_dir / "config.yaml", trust=trust)
 

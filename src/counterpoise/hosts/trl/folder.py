@@ -42,6 +42,7 @@ OBSERVER_GROUPS = (
 # ... and those that ``config.yaml`` has in another place
 ELSEWHERE = (
     *("seed", "data_seed", "learning_rate", "num_generations", "method", "method_axes", "plan"),
+    "max_completion_length",
 )
 
 
@@ -78,6 +79,7 @@ def run_config(trainer: Any, setup: Setup) -> dict[str, Any]:
         "rollouts": {
             "prompts": args.generation_batch_size // trainer.num_generations,
             "group_size": trainer.num_generations,
+            "max_new_tokens": trainer.max_completion_length,
         },
         "optimizer": {
             "lr": args.learning_rate,
