@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import math
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
 
@@ -29,11 +30,11 @@ class OwnCodeError(ValueError):
     """Code of the user's own raised: a rule, a task. The message has the place."""
 
 
-def said(error: Exception) -> str:
+def said(error: Exception, place: str = "") -> str:
     """What was raised and, if code of the user's own had a part in it, where: ``KeyError: 'a'
     (my_task.py:12)``.
     """
-    place = own_place(error)
+    place = place or own_place(error)
     return f"{type(error).__name__}: {str(error)[:200]}{f' ({place})' if place else ''}"
 
 
@@ -41,11 +42,11 @@ def own_place(error: Exception) -> str:
     """``file:line`` of the innermost frame that is neither ours nor the standard library's, before
     those of installed packages; empty if there is none.
     """
-    here, library = os.path.dirname(os.path.abspath(__file__)), sysconfig.get_path("stdlib")
+    library = sysconfig.get_path("stdlib")
     outside = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((here + os.sep, "<"))
+        if not is_our_file(frame.filename)
         and ("-packages" in frame.filename or not frame.filename.startswith(library + os.sep))
     ]
     own = [frame for frame in outside if "-packages" not in frame.filename] or outside
@@ -55,18 +56,34 @@ def own_place(error: Exception) -> str:
     return f"{file.removeprefix(folder)}:{own[-1].lineno}"
 
 
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether a function comes with the package."""
+    return str(function.__module__).startswith("counterpoise.")
+
+
+def is_our_file(file: str) -> bool:
+    """Whether code lies in this package, or in no file at all."""
+    return file.startswith((os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"))
+
+
 @contextmanager
-def own_code(name: str) -> Iterator[None]:
+def own_code(name: str, function: Callable[..., Any] | None = None) -> Iterator[None]:
     """An error of the user's own code becomes one line with its name and place; others pass, and so
     does a lack of memory, for which some callers have an answer.
+
+    ``function`` is what is called: where it does not take the arguments that it gets, nothing of it
+    has run, and the place is that of its definition.
     """
     try:
         yield
     except Exception as error:
         no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if no_memory or isinstance(error, OwnCodeError) or not own_place(error):
+        place = own_place(error)
+        if function is not None and isinstance(error, TypeError):
+            place = place or _definition(function)
+        if no_memory or isinstance(error, OwnCodeError) or not place:
             raise
-        raise OwnCodeError(f"{name} raised {said(error)}.") from error
+        raise OwnCodeError(f"{name} raised {said(error, place)}.") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -201,6 +218,15 @@ def check_keys(where: str, mapping: Mapping[Any, object]) -> None:
     for key in mapping:
         if not isinstance(key, str):
             _refuse(where, "a key", key, "a text")
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """``file:line`` of a function that is not ours; empty for ours and for what has no code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or is_our_file(code.co_filename):
+        return ""
+    file, folder = os.path.abspath(code.co_filename), os.getcwd() + os.sep
+    return f"{file.removeprefix(folder)}:{code.co_firstlineno}"
 
 
 def _expected(

@@ -242,7 +242,7 @@ def call(fn: Function, *args: object, **offers: object) -> Any:
     chosen = {name: value for name, value in offers.items() if name in named}
     if not isinstance(fn, Stage):
         return fn(*args, **chosen)
-    with own_code(f"{fn.fn.__module__}:{fn.name}"):
+    with own_code(f"{fn.fn.__module__}:{fn.name}", fn.fn):
         return fn(*args, **chosen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 import counterpoise as cp
 from counterpoise.cli import dispatch
 from counterpoise.run.read import open_run, read_jsonl
+from counterpoise.stage import as_stage
 
 MODULE = """
 import torch
@@ -57,8 +59,71 @@ def raises_inside(credit_NT, batch):
 @cp.token_loss
 def bad_loss(trainer_logp_NT, rows):
     return rows.nonsense
+
+@cp.token_loss
+def one_tensor(trainer_logp_NT, rows):
+    return -rows.credit_NT * trainer_logp_NT
+
+@cp.token_loss
+def reduced(trainer_logp_NT, rows):
+    return (-rows.credit_NT * trainer_logp_NT).sum()
+
+@cp.token_loss
+def no_mask(trainer_logp_NT, rows):
+    ones_NT = torch.ones_like(trainer_logp_NT)
+    return -rows.credit_NT * trainer_logp_NT, ones_NT, ones_NT
+
+@cp.token_loss
+def narrow(trainer_logp_NT, rows):
+    return -rows.credit_NT * trainer_logp_NT, torch.ones(()), torch.zeros_like(rows.mask_NT)
+
+@cp.token_loss
+def whole_rollout(trainer_logp_NT, rows):
+    ratio_NT = (trainer_logp_NT - rows.sampler_logp_NT).mean(1, keepdim=True).exp()
+    ratio_NT = ratio_NT.expand_as(trainer_logp_NT)
+    return -rows.credit_NT * ratio_NT, ratio_NT, torch.zeros_like(rows.mask_NT)
+
+def alone(credit_NT):
+    return credit_NT
+
+def is_late(credit_NT, batch):
+    return credit_NT > 0
+
+def surprised(credit_NT, batch):
+    entropy_NT = batch.entropy_NT
+    return credit_NT * entropy_NT
+
+def per_token(reward_N, group_N):
+    return reward_N[:, None].expand(2, 3)
+
+def no_scale(mask_NT, credit_NT, advantage_N):
+    return 1 / mask_NT.sum()
+
+def drawn(group_N, reward_N, length_N, *, num_updates, generator):
+    return list(torch.randperm(len(group_N), generator=generator).chunk(num_updates))
+
+def no_list(group_N, reward_N, length_N, *, num_updates):
+    return None
+
+def one_less(group_N, reward_N, length_N, *, num_updates):
+    return [torch.arange(len(group_N))]
+
+def a_row_twice(group_N, reward_N, length_N, *, num_updates):
+    return [torch.tensor([0, 1])] * num_updates
+
+def beyond(group_N, reward_N, length_N, *, num_updates):
+    return [torch.tensor([0]), torch.tensor([1, len(group_N)])]
+
+def lists(group_N, reward_N, length_N, *, num_updates):
+    return [[0], [1]]
+
+def empty(group_N, reward_N, length_N, *, num_updates):
+    return [torch.arange(len(group_N)), torch.arange(0)]
 """
-LINE = {text: MODULE[: MODULE.index(text)].count("\n") + 1 for text in ("{}[", "(7", "rows.non")}
+LINE = {
+    text: MODULE[: MODULE.index(text)].count("\n") + 1
+    for text in ("{}[", "(7", "rows.non", "def alone", "* entropy")
+}
 PATHS = {
     "advantage": "own_stages:half",
     "credit": [{"name": "own_stages:last", "count": 2}],
@@ -123,6 +188,30 @@ def test_a_nested_rule_takes_an_import_path():
         ({"credit": "own_stages:raises"}, f"own_stages.py:{LINE['{}[']})."),
         ({"credit": "own_stages:raises_inside"}, f"own_stages.py:{LINE['(7']})."),
         ({"loss": "own_stages:bad_loss"}, f"own_stages.py:{LINE['rows.non']})."),
+        (
+            {"loss": "own_stages:one_tensor"},
+            "loss own_stages:one_tensor returned a tensor [2, 3], expected (loss_NT, ratio_NT, cl",
+        ),
+        ({"loss": "own_stages:reduced"}, "own_stages:reduced returned a tensor [], expected (loss"),
+        ({"loss": "own_stages:no_mask"}, "clipped_NT is torch.float32, expected torch.bool."),
+        ({"loss": "own_stages:narrow"}, "ratio_NT is shape [], expected [2, 3]: one value per"),
+        (
+            {"loss": "own_stages:whole_rollout"},
+            "loss own_stages:whole_rollout: the loss of token 0 of rollout 0 also changes with the"
+            " log-prob of token 1 of rollout 0",
+        ),
+        ({"credit": "own_stages:alone"}, f"own_stages.py:{LINE['def alone']})."),
+        ({"credit": "own_stages:is_late"}, "returned torch.bool, expected floating point [2, 3]"),
+        ({"credit": "own_stages:surprised"}, f"own_stages.py:{LINE['* entropy']}). It reads entr"),
+        ({"credit": "own_stages:surprised"}, "@counterpoise.declare(needs='entropy_NT')"),
+        (
+            {"advantage": "own_stages:per_token"},
+            "advantage own_stages:per_token returned shape [2, 3], expected [2]: one number per",
+        ),
+        (
+            {"reduction": "own_stages:no_scale"},
+            "own_stages:no_scale returned shape [], expected [2",
+        ),
     ],
 )
 def test_what_cannot_be_a_stage_is_one_line(axes, message):
@@ -149,3 +238,29 @@ def test_a_recipe_names_them_and_trains(tmp_path):
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["controller/count/num"] for row in rows] == [0, 1]
     assert open_run(tmp_path / "run").manifest["method"]["plan"] == {"name": PATHS["plan"]}
+
+
+def test_a_plan_as_the_guide_writes_it_passes_the_check_before_training():
+    method = cp.method("dapo", plan="own_stages:drawn")
+    method.check_plan(num_prompts=4, group_size=2, num_updates=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("no_list", "plan own_stages:no_list returned a NoneType, expected a list of 2 tensors"),
+        ("one_less", "plan own_stages:one_less returned 1 updates, expected 2."),
+        ("a_row_twice", "plan own_stages:a_row_twice gave rollout 0 more than once."),
+        ("beyond", "plan own_stages:beyond gave rollout 8, expected numbers from 0 to 7."),
+        ("lists", "plan own_stages:lists: update 0 is a list, expected a torch.int64 tensor [R]"),
+        ("empty", "plan own_stages:empty: update 1 has no rollouts."),
+    ],
+)
+def test_a_plan_that_cuts_wrongly_is_an_error_before_anything_is_sampled(plan, message):
+    import own_stages  # pyright: ignore[reportMissingImports]
+
+    good = cp.method("dapo")
+    method = dataclasses.replace(good, planner=as_stage(getattr(own_stages, plan)))
+    with pytest.raises(ValueError) as error:
+        method.check_plan(num_prompts=4, group_size=2, num_updates=2)
+    assert message in str(error.value)

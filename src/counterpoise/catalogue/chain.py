@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoise.catalogue.returned import check_returned, kind, path
 from counterpoise.credit import RULES
 from counterpoise.maths.concentration import concentration
 from counterpoise.maths.reduce import Reduce, check_finite, masked_mean
 from counterpoise.maths.turns import by_turn, turns
-from counterpoise.stage import Stage, call, describe
+from counterpoise.stage import Stage, call
 from counterpoise.types import TokenBatch
 
 
@@ -104,34 +105,16 @@ def _turn_advantage(credit_NT: Tensor, batch: TokenBatch) -> Tensor:
 def _with_state(rule: Stage, out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         raise ValueError(
-            f"credit rule {_path(rule)} returned {_kind(out)}, expected (credit_NT, state): it has"
-            " memory (init=)."
+            f"credit rule {path(RULES, rule)} returned {kind(out)}, expected (credit_NT, state): it"
+            " has memory (init=)."
         )
     return out
 
 
-def _path(rule: Stage) -> str:
-    """The name of a rule; of one that is not ours ``module:function``."""
-    return describe(RULES, rule)["name"]
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
 def _check_credit(rule: Stage, credit_NT: Any, mask_NT: Tensor) -> Tensor:
-    name = _path(rule)
-    if not isinstance(credit_NT, Tensor):
-        raise ValueError(
-            f"credit rule {name} returned {_kind(credit_NT)}, expected a tensor"
-            f" {list(mask_NT.shape)}: one number per token."
-        )
-    if credit_NT.shape != mask_NT.shape:
-        raise ValueError(
-            f"credit rule {name} returned shape {list(credit_NT.shape)}, expected"
-            f" {list(mask_NT.shape)}: one number per token."
-        )
-    check_finite(f"credit rule {name}", credit_NT, mask_NT)
+    where = f"credit rule {path(RULES, rule)}"
+    check_returned(where, credit_NT, mask_NT.shape, "one number per token")
+    check_finite(where, credit_NT, mask_NT)
     return torch.where(mask_NT, credit_NT, 0)
 
 

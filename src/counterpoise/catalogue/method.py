@@ -28,6 +28,7 @@ from counterpoise.advantages import ADVANTAGES
 from counterpoise.catalogue.chain import advantage_metrics, apply_rules, check_order
 from counterpoise.catalogue.label import axis_hint, label
 from counterpoise.catalogue.presets import PRESETS
+from counterpoise.catalogue.returned import check_returned, path
 from counterpoise.catalogue.rows import check_anchor, check_trainer_logp, update_rows
 from counterpoise.catalogue.success import Watch, watch_start, watch_success
 from counterpoise.controllers import CONTROLLERS
@@ -35,7 +36,7 @@ from counterpoise.credit import RULES
 from counterpoise.errors import MethodWarning, check_keys, check_number, check_whole
 from counterpoise.losses import LOSSES
 from counterpoise.maths.reduce import LOCAL, Reduce, check_finite, seeded_generator
-from counterpoise.plans import PLANS, check_plan, manifest
+from counterpoise.plans import PLANS, check_plan, cut, manifest
 from counterpoise.reductions import REDUCTIONS
 from counterpoise.stage import Spec, Stage, build, call, describe
 from counterpoise.text import shorten
@@ -230,7 +231,9 @@ class Method:
             length_N=batch.length_N,
             max_length=batch.max_length,
         )
-        check_finite(f"advantage {self.advantage.name}", advantage_N, batch.mask_NT.any(1))
+        where = f"advantage {path(ADVANTAGES, self.advantage)}"
+        check_returned(where, advantage_N, batch.reward_N.shape, "one number per rollout")
+        check_finite(where, advantage_N, batch.mask_NT.any(1))
         shaping = advantage_metrics(controlled.advantage, batch, reduce) if report else {}
         chain = apply_rules(
             controlled.rules,
@@ -260,7 +263,7 @@ class Method:
         check_whole("plan", least=1, num_updates=num_updates)
         columns = batch.group_N, batch.reward_N, batch.length_N, self.see(batch).is_success_N
         group_N, reward_N, length_N, success_N = (column.cpu() for column in columns)
-        updates = call(
+        updates = cut(
             self.planner,
             group_N,
             reward_N,

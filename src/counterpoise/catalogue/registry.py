@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import traceback
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 from counterpoise.catalogue.method import AXES, FAMILIES, Axis, Method, change_axes
 from counterpoise.catalogue.presets import DEFAULT, PRESETS
-from counterpoise.errors import OwnCodeError, nearest
+from counterpoise.catalogue.returned import check_own_log_prob, path
+from counterpoise.errors import OwnCodeError, is_our_file, is_ours, nearest
 from counterpoise.stage import Function, Stage, check_stage, describe
 from counterpoise.types import COLUMNS, TokenBatch
 
@@ -95,10 +97,17 @@ def dry_run(chosen: Method) -> None:
         rows = chosen.rows(
             batch, chosen.assign(batch), chosen.plan(batch, num_updates=1).updates[0]
         )
-        chosen.loss(torch.full_like(rows.sampler_logp_NT, -0.5), rows)
+        logp_NT = torch.full_like(rows.sampler_logp_NT, -0.5).requires_grad_()
+        loss_NT = chosen.loss(logp_NT, rows).loss_NT
+        own = [term for term in chosen.terms if not is_ours(term.fn)]
+        if own:
+            check_own_log_prob(
+                ", ".join(path(FAMILIES["loss"], term) for term in own), loss_NT, logp_NT
+            )
     except OwnCodeError as error:
         raise ValueError(
             f"method {chosen.name!r} does not run on a 2 x 3 example: {error}"
+            f"{_undeclared(chosen, error)}"
         ) from error
     except ValueError as error:
         raise ValueError(f"method {chosen.name!r}: {error}") from None
@@ -106,6 +115,24 @@ def dry_run(chosen: Method) -> None:
         raise ValueError(
             f"method {chosen.name!r} does not run on a 2 x 3 example: {error!r}"
         ) from error
+
+
+def _undeclared(chosen: Method, error: Exception) -> str:
+    """The columns that the code which raised reads, and no stage of the method says it needs."""
+    read: set[str] = set()
+    for frame, _ in traceback.walk_tb(
+        None if error.__cause__ is None else error.__cause__.__traceback__
+    ):
+        if not is_our_file(frame.f_code.co_filename):
+            read |= {name for name in frame.f_code.co_names if name in COLUMNS}
+    missing = sorted(read - chosen.needs)
+    if not missing:
+        return ""
+    needs = repr(missing[0] if len(missing) == 1 else tuple(missing))
+    return (
+        f" It reads {', '.join(missing)}, which is only there where a stage needs it. Say so:"
+        f" @counterpoise.declare(needs={needs}), of a loss @counterpoise.token_loss(needs={needs})."
+    )
 
 
 def unknown_method(

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoise.catalogue.returned import check_returned, path
 from counterpoise.maths.reduce import Reduce, check_finite
 from counterpoise.maths.turns import token_advantage
-from counterpoise.reductions import constant_length
+from counterpoise.reductions import REDUCTIONS, constant_length
 from counterpoise.stage import Stage, call
 from counterpoise.types import Credit, Rows, TokenBatch
 
@@ -82,10 +83,12 @@ def scale_of_kept(
     """The reduction over the rollouts that are kept, 0 for the others; ``columns`` are mask_NT,
     credit_NT, advantage_N and advantage_NT.
     """
-    if kept_N is None:
-        return call(reduction, *columns[:3], advantage_NT=columns[3], **offers)
-    *first, by_turn_NT = (column[kept_N] for column in columns)
+    *first, by_turn_NT = columns if kept_N is None else (column[kept_N] for column in columns)
     part_KT = call(reduction, *first, advantage_NT=by_turn_NT, **offers)
+    where = f"reduction {path(REDUCTIONS, reduction)}"
+    check_returned(where, part_KT, first[0].shape, "one number per token, 1 / denominator")
+    if kept_N is None:
+        return part_KT
     return part_KT.new_zeros(columns[0].shape).index_put((kept_N,), part_KT)
 
 

@@ -71,7 +71,7 @@ def token_loss(
             rows = rows._replace(update_NT=before(trainer_logp_NT, rows, **params))
         mask_NT = rows.mask_NT
         trainer_logp_NT, rows = _without_padding(trainer_logp_NT, rows)
-        loss_NT, ratio_NT, clipped_NT = fn(trainer_logp_NT, rows, **params)
+        loss_NT, ratio_NT, clipped_NT = _checked(fn, fn(trainer_logp_NT, rows, **params), mask_NT)
         coef_NT = torch.where(mask_NT, _coef(fn, trainer_logp_NT, rows, params), 0)
         return TokenLoss(
             loss_NT=torch.where(mask_NT, loss_NT, 0),
@@ -189,6 +189,27 @@ def _is_beyond(trainer_logp_NT: Tensor, rows: Rows, coef_NT: Tensor) -> Tensor:
     """True on tokens with credit that lost their gradient to the bound of the log-ratio."""
     is_far_NT = log_ratio(trainer_logp_NT.detach(), rows) > MAX_LOG_RATIO
     return is_far_NT & (coef_NT == 0) & (rows.credit_NT != 0)
+
+
+def _checked(fn: Callable[..., Parts], parts: Any, mask_NT: Tensor) -> Parts:
+    """What a loss returned, if that is three tensors with a number per token."""
+    where, shape = f"loss {fn.__module__}:{getattr(fn, '__name__', fn)}", list(mask_NT.shape)
+    if not isinstance(parts, tuple) or len(parts) != 3:
+        tensor = f"a tensor {list(parts.shape)}" if isinstance(parts, Tensor) else None
+        got = f"{len(parts)} values" if isinstance(parts, tuple) else f"a {type(parts).__name__}"
+        raise ValueError(
+            f"{where} returned {tensor or got}, expected (loss_NT, ratio_NT, clipped_NT), each"
+            f" {shape}: the loss per token, never reduced; the ratio it works with; where it was"
+            " clipped. Without a clip: torch.zeros_like(rows.mask_NT)."
+        )
+    for name, value in zip(("loss_NT", "ratio_NT", "clipped_NT"), parts, strict=True):
+        if not isinstance(value, Tensor) or list(value.shape) != shape:
+            is_tensor = isinstance(value, Tensor)
+            got = f"shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise ValueError(f"{where}: {name} is {got}, expected {shape}: one value per token.")
+    if parts[2].dtype != torch.bool:
+        raise ValueError(f"{where}: clipped_NT is {parts[2].dtype}, expected torch.bool.")
+    return parts
 
 
 def _coef(fn: Callable[..., Parts], trainer_logp_NT: Tensor, rows: Rows, params: dict) -> Tensor:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from counterpoise.plans.audit import Audit, audit, manifest, plan_metrics
 from counterpoise.plans.balance import is_ready, quota, reward_balanced
+from counterpoise.plans.cut import check_plan, cut
 from counterpoise.plans.dynamic import dynamic_sampling, is_mixed
-from counterpoise.plans.orders import (
-    check_plan,
-    length_sorted,
-    query_preserved,
-    random_rows,
-    round_robin,
-)
+from counterpoise.plans.orders import length_sorted, query_preserved, random_rows, round_robin
 from counterpoise.stage import Stage
 
 PLANS: dict[str, Stage] = {
@@ -28,6 +23,7 @@ __all__ = [
     "Audit",
     "audit",
     "check_plan",
+    "cut",
     "dynamic_sampling",
     "is_mixed",
     "is_ready",

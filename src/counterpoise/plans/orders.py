@@ -15,7 +15,7 @@ from torch import Tensor
 
 from counterpoise.errors import check_whole
 from counterpoise.maths.reduce import groups, seeded_generator
-from counterpoise.stage import Stage, call, declare
+from counterpoise.stage import Stage, declare
 
 
 @declare(keeps_prompts_whole=True)
@@ -134,20 +134,6 @@ def check_updates(name: str, num_updates: int, available: int, what: str) -> Non
             f"{name}: {num_updates} updates need at least {num_updates} {what}, got"
             f" {available}. Lower the number of updates or sample more {what}."
         )
-
-
-def check_plan(plan: Stage, num_prompts: int, group_size: int, num_updates: int) -> None:
-    """Cut a batch of these sizes, half of it successes: what the plan cannot do it says now."""
-    num_rows, size = num_prompts * group_size, plan.settings.get("update_size") or 0
-    if size * num_updates > num_rows:
-        raise ValueError(
-            f"{plan.name}: {num_updates} updates of update_size {size} need {size * num_updates}"
-            f" rollouts, got {num_rows}. Lower update_size or sample more."
-        )
-    row_R = torch.arange(num_rows)
-    is_success_N = row_R % 2 == 1
-    columns = row_R // group_size, is_success_N.float(), torch.ones_like(row_R)
-    call(plan, *columns, num_updates=num_updates, success_N=is_success_N)
 
 
 def rows_by_prompt(group_N: Tensor) -> list[Tensor]:
