@@ -106,6 +106,33 @@ def test_a_wrong_recipe_names_the_nearest(capsys):
     assert "no file 'dmeo', and no such recipe. Did you mean 'demo'?" in said
 
 
+def test_a_run_folder_in_place_of_a_recipe_names_its_recipe(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", str(tmp_path), "--resume"])
+    assert end.value.code == 2
+    assert f"{tmp_path} is a run folder. Its recipe, for --resume too: {tmp_path}/config.yaml" in (
+        capsys.readouterr().err
+    )
+
+
+def test_json_holds_no_number_that_json_does_not_know(capsys):
+    with pytest.raises(SystemExit):
+        dispatch(["methods", "--json"])
+    known = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert known["cispo"]["parameters"]["loss"]
+
+
+def test_the_table_of_a_comparison_is_no_wider_for_a_long_baseline(tmp_path, capsys):
+    for name, seed in (("grpo", 0), ("delta", 1)):
+        make_run(tmp_path / name, method=name, seed=seed)
+    with pytest.raises(SystemExit):
+        dispatch(["compare", str(tmp_path / "grpo"), str(tmp_path / "delta"), "--no-page"])
+    out = capsys.readouterr().out
+    assert "difference, points" in out.splitlines()[0]
+    assert "differences are against grpo" in out
+
+
 @pytest.mark.parametrize(
     "args", [["eval", "runs/dmeo"], ["eval", "/no/where"], ["probe", "runs/dmeo", "--probe", "tax"]]
 )

@@ -145,6 +145,16 @@ def test_places_that_cannot_work_are_errors_before_anything_loads(tmp_path):
     assert locate("org/name").place == "org/name"
 
 
+def test_a_slip_in_the_name_of_a_run_does_not_go_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    assert locate("org/name").place == "org/name"
+    (tmp_path / "org" / "run").mkdir()
+    (tmp_path / "org" / "run" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="model 'org/rnu': no such folder"):
+        locate("org/rnu")
+
+
 def test_a_slip_in_the_name_of_a_model_does_not_go_to_the_hub() -> None:
     for spec, meant in (
         ("bundeld", "bundled"),

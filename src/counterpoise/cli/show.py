@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -78,8 +79,18 @@ def say(*lines: object, file: TextIO | None = None) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout."""
-    print(json.dumps(value, indent=1, default=str))
+    """One JSON object on stdout; JSON has no word for a number that is not finite, so such a number
+    is a text, as Python's ``float`` reads it: "inf", "nan".
+    """
+    print(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> None:

@@ -91,7 +91,9 @@ def locate(spec: str) -> Source:
         return Source(str(path.parent), path.name)
     if path.is_dir():
         return _folder(path, f"model {spec!r}: give a folder written by save_pretrained")
-    if path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+    is_beside_runs = "/" in spec and any(path.parent.glob("*/manifest.json"))
+    is_path = path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1
+    if is_path or is_beside_runs:
         raise ValueError(
             f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a"
             " hub id or a .gguf file."
@@ -161,7 +163,10 @@ def _loading(spec: str) -> Iterator[str]:
             file = source.gguf_file
             yield source.place if file is None else convert_gguf(source.place, file)
         except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise ValueError(f"model {spec!r} could not be loaded: {_reason(error)}") from error
+            asked = "" if Path(source.place).is_dir() else " (no such folder: asked the hub)"
+            raise ValueError(
+                f"model {spec!r}{asked} could not be loaded: {_reason(error)}"
+            ) from error
 
 
 def convert_gguf(place: str, gguf_file: str) -> str:

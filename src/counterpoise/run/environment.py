@@ -45,12 +45,19 @@ def process_facts() -> dict[str, object]:
     """Command, commit, versions, Python and platform of this process, for a manifest."""
     versions = package_versions(PACKAGES)
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [*_program(), *sys.argv[1:]],
         "commit": source_commit(),
         "versions": {name: version for name, version in versions.items() if version},
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def _program() -> list[str]:
+    """The words before the arguments; ``python -m counterpoise`` is known by its file alone."""
+    script = Path(sys.argv[0])
+    is_module = script.name == "__main__.py"
+    return ["python", "-m", script.parent.name] if is_module else [script.name]
 
 
 def source_commit() -> str | None:
