@@ -16,7 +16,7 @@ from scipy import stats as scipy_stats
 from counterpoise.maths import intervals as stats
 from counterpoise.report import tokens as token_numbers
 from counterpoise.report.compare import comparison
-from counterpoise.report.runs import curve, eval_curve, group_runs
+from counterpoise.report.runs import curve, eval_curve, group_runs, is_share
 from counterpoise.run.read import open_run
 from counterpoise.text import number, visible, with_interval
 from helpers.make_run import make_run
@@ -171,6 +171,20 @@ def test_top_tokens_are_sums_of_credit(tokens):
     assert [token.credit for token in up] == sorted((token.credit for token in up), reverse=True)
 
 
+def test_a_sum_of_credit_that_is_rounding_pushes_no_token():
+    """Every rollout ends in the stop token: its credits are the advantages, which add up to 0."""
+    credit = [0.7, -0.7, 1e-8, 0.5]
+    text = ["<eos>", "<eos>", "<eos>", "plus"]
+    frame = pd.DataFrame({"text": text, "credit": credit, "group": [0, 0, 0, 0]})
+    up, down = token_numbers.top_tokens(frame)
+    assert [token.text for token in up] == ["plus"] and down == []
+
+
+def test_shares_are_known_by_their_keys():
+    assert all(map(is_share, ("plan/pairs_kept", "success/frac", "loss/clipped_frac")))
+    assert not is_share("rollouts/num_tokens")
+
+
 def test_comparison_tells_better_from_noise(runs):
     found = comparison(group_runs(runs), threshold=0.5)
     grpo, delta = found.lines
@@ -209,6 +223,14 @@ def test_comparison_names_what_it_lacks(runs):
         comparison(group_runs(runs), baseline="detla")
     with pytest.raises(ValueError, match="no run has 'loss/nothing'"):
         comparison(group_runs(runs), metric="loss/nothing")
+    with pytest.raises(ValueError, match="no run has 'reward/meen'. Did you mean 'reward/mean'"):
+        comparison(group_runs(runs), metric="reward/meen")
+
+
+def test_a_run_without_a_batch_has_nothing_to_compare(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"schema_version": 3}')
+    with pytest.raises(ValueError, match="no run has a line in metrics.jsonl"):
+        comparison(group_runs([open_run(tmp_path)]))
 
 
 @pytest.mark.parametrize(

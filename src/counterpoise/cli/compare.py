@@ -97,8 +97,10 @@ def _print_tables(result: Comparison) -> None:
         )
         for line in result.lines
     ]
-    head = ("method", "seeds", "final", f"against {result.baseline}{unit}", "verdict")
+    head = ("method", "seeds", "final", f"difference{unit}", "verdict")
     print_table(head, good, left=["method", "verdict"])
+    if len(good) > 1:
+        say(f"differences are against {result.baseline}")
     say()
     reached = f"reached {value(result.threshold)}"
     print_table(("method", "best", reached, "after batches", "after tokens"), soon, left=["method"])

@@ -4,6 +4,7 @@ than noise.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -116,8 +117,16 @@ def comparison(
     comparable, repeated = _of_distinct_seeds(comparable)
     notes += repeated
     if not comparable:
+        keys = {key for group in groups for run in group.runs for key in run.metrics.columns}
+        if not keys - {"batch"}:
+            raise ValueError(
+                "compare: no run has a line in metrics.jsonl. Give runs of one batch or more."
+            )
+        close = difflib.get_close_matches(metric, sorted(keys), n=1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"compare: no run has {metric!r}. Keys are in metrics.jsonl, for example reward/mean."
+            f"compare: no run has {metric!r}. {hint}Keys are in metrics.jsonl, for example"
+            " reward/mean."
         )
     base = _baseline(comparable, baseline)
     threshold = final(base, metric).mean if threshold is None else threshold

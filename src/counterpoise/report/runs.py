@@ -93,7 +93,8 @@ def is_share(key: str) -> bool:
     >>> is_share("eval/accuracy"), is_share("rollouts/cut_frac"), is_share("reward/mean")
     (True, True, False)
     """
-    return key.startswith(("eval/accuracy", "eval/pass@")) or key.endswith("_frac")
+    ends = ("_frac", "/frac", "plan/pairs_kept")
+    return key.startswith(("eval/accuracy", "eval/pass@")) or key.endswith(ends)
 
 
 def curve(group: Group, key: str) -> Curve | None:

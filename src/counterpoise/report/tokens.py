@@ -59,6 +59,9 @@ TAX = {
     "other": "elsewhere",
 }
 
+# a sum of credits below this share of their sizes is rounding in float32
+ROUNDING = 1e-6
+
 
 class Row(NamedTuple):
     """A labelled number with its interval and the count behind it."""
@@ -220,10 +223,16 @@ class TopToken(NamedTuple):
 
 
 def top_tokens(frame: Frame, num: int = 12) -> tuple[list[TopToken], list[TopToken]]:
-    """Token texts with the largest and the smallest sum of credit: (up, down)."""
+    """Token texts with the largest and the smallest sum of credit: (up, down).
+
+    A sum that is rounding beside its terms is 0 and in neither: where every rollout has the token,
+    the advantages of a prompt cancel.
+    """
     if not has(frame, "text", "credit", "group"):
         return [], []
-    total = frame.groupby("text")["credit"].sum().sort_values()
+    by_text: Any = frame["credit"].groupby(frame["text"])
+    total, mass = by_text.sum(), frame["credit"].abs().groupby(frame["text"]).sum()
+    total = total.where(total.abs() > ROUNDING * mass, 0.0).sort_values()
     up = [text for text in total.index[::-1][:num] if total[text] > 0]
     down = [text for text in total.index[:num] if total[text] < 0]
     return [_top(frame, text) for text in up], [_top(frame, text) for text in down]

@@ -51,8 +51,8 @@ CHARTS: tuple[Chart, ...] = (
         "learning",
         "Held-out accuracy",
         "The result. Prompts were never trained on; differences smaller than the band are noise.",
-        "Mean reward over held-out prompts. Band: 95%, over prompts for one run, over seeds"
-        " (Student's t) for several.",
+        "Share of held-out answers that are right: a reward of at least task.success. Band: 95%,"
+        " over prompts for one run, over seeds (Student's t) for several.",
         of_evals,
         is_wide=True,
         needs="eval.every in the recipe",
@@ -202,7 +202,7 @@ CHARTS: tuple[Chart, ...] = (
         "pairs_kept",
         "plan",
         "Pairs in one update",
-        "1 means that good and bad answers to one prompt are always in the same update,"
+        "100% means that good and bad answers to one prompt are always in the same update,"
         " where their shared tokens can cancel.",
         "Share of same-prompt (positive, negative) pairs of rollouts that one update holds"
         " together.",
