@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from counterpoise.maths.intervals import detectable, equivalence_p, holm, seeds_for, welch, welch_p
+from counterpoise.maths.intervals import (
+    detectable,
+    equivalence_p,
+    holm,
+    median,
+    seeds_for,
+    welch,
+    welch_p,
+)
 
 
 @pytest.fixture
@@ -95,3 +103,20 @@ def test_without_spread_or_without_seeds():
     assert detectable([0.5, 0.5], [0.6, 0.6]) == 0.0
     for number in (welch_p([0.5], [0.6, 0.7]), detectable([], [0.6, 0.7]), welch([], []).mean):
         assert math.isnan(number)
+
+
+@pytest.mark.parametrize("size", [6, 9, 16, 40])
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says(size: int) -> None:
+    """Heavy tails: the true median of exp(3 z) is 1. Coverage is that of binomial order statistics,
+    95% or a little more.
+    """
+    value_DS = np.exp(3 * np.random.default_rng(0).standard_normal((3000, size)))
+    found = [median(value_S) for value_S in value_DS]
+    coverage = np.mean([one.low <= 1 <= one.high for one in found])
+    assert 0.94 < coverage < 0.985
+    assert found[0].mean == np.median(value_DS[0])
+
+
+def test_a_median_of_few_values_has_no_interval() -> None:
+    assert math.isnan(median([1.0, 2.0, 3.0, 4.0, 5.0]).low)
+    assert math.isnan(median([]).mean)

@@ -46,6 +46,25 @@ def over_seeds(value_S: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def median(value_S: Sequence[float]) -> Interval:
+    """Median with the interval of order statistics that holds it with a chance of 95% or more,
+    whatever the distribution; below six values there is none. For what a few large values rule.
+
+    >>> [float(x) for x in median([1, 2, 3, 4, 5, 900])]
+    [3.5, 1.0, 900.0]
+    """
+    from scipy.stats import binom
+
+    value = np.sort(np.asarray([v for v in value_S if math.isfinite(v)], float))
+    if len(value) == 0:
+        return NONE
+    middle = float(np.median(value))
+    rank = int(binom.ppf((1 - CONFIDENCE) / 2, len(value), 0.5))
+    if rank < 1 or 2 * binom.cdf(rank - 1, len(value), 0.5) > 1 - CONFIDENCE:
+        return Interval(middle, math.nan, math.nan)
+    return Interval(middle, float(value[rank - 1]), float(value[-rank]))
+
+
 def welch(value_a_S: ArrayLike, value_b_S: ArrayLike, comparisons: int = 1) -> Interval:
     """Difference of the means over seeds, b - a, with Welch's t interval: each side has its own
     variance.

@@ -14,7 +14,7 @@ Axes: N rollouts, T response tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,10 +26,18 @@ from counterpoise.advantages import leave_one_out
 from counterpoise.catalogue.method import Method
 from counterpoise.ledger.account import Scores
 from counterpoise.ledger.calculus.logprobs import Params, copy_params, trainable
-from counterpoise.maths.intervals import over_seeds
+from counterpoise.maths.intervals import median, over_seeds
 from counterpoise.probes.fresh import fresh_batch, read_as_run, warm_states, with_columns
 from counterpoise.probes.methods import methods_of
-from counterpoise.probes.output import Drawing, Frame, Output, Rows, interval_dict, join_frames
+from counterpoise.probes.output import (
+    Drawing,
+    Frame,
+    NumberDict,
+    Output,
+    Rows,
+    interval_dict,
+    join_frames,
+)
 from counterpoise.probes.scene import Scene
 from counterpoise.probes.sheet import Sheet, rule_figure
 from counterpoise.probes.tax import contexts
@@ -54,7 +62,7 @@ MEASURES = {
     "kl_fork": "KL at forks",
 }
 SPENT = ("tax", "brought", "kl_fork")  # of tokens that all rollouts of a prompt share
-PANELS = ("gain", "difference", "kl", "brought")
+PANELS = ("gain", "difference", "own", "kl")
 
 
 def probe(
@@ -252,10 +260,13 @@ def summarise(tables: Mapping[str, Frame]) -> dict[str, Any]:
     control = by_method[labels[0]]
     methods: dict[str, Any] = {}
     for label, own in by_method.items():
-        columns = {name: own[name] for name in (*MEASURES, "kl_shared", "length") if name in own}
+        columns = {name: own[name] for name in (*MEASURES, "length") if name in own}
         columns["difference"] = own["gain"] - control["gain"]
         methods[label] = {
             name: interval_dict(over_seeds(column.to_numpy())) for name, column in columns.items()
+        }
+        methods[label] |= {
+            name: median_dict(own[name].to_numpy()) for name in (*SPENT, "kl_shared")
         }
     first = table.iloc[0]
     return {
@@ -265,6 +276,12 @@ def summarise(tables: Mapping[str, Frame]) -> dict[str, Any]:
         "control": labels[0],
         "methods": methods,
     }
+
+
+def median_dict(value_B: Sequence[float]) -> NumberDict:
+    """The median over batches: a few batches have nearly all of what shared tokens bring."""
+    middle, low, high = interval_dict(median(value_B)).values()
+    return {"median": middle, "low": low, "high": high}
 
 
 def sheet(numbers: dict[str, Any]) -> Sheet:
@@ -283,13 +300,13 @@ def sheet(numbers: dict[str, Any]) -> Sheet:
     ]
     if few := [label for label, one in methods.items() if one["carried"]["mean"] < ENOUGH]:
         notes.append(
-            f"  {', '.join(few)}: less than half of the held-out rollouts carry the gain, so it"
-            " rests on a few of them. Take a lower rate: --set lr=..."
+            f"  {len(few)} of {len(methods)} methods: less than half of the held-out rollouts carry"
+            " the gain, which rests on a few of them. Take a lower rate: --set lr=..."
         )
     if has_shared(numbers):
         notes.append(
             "  tax: KL per shared token in the last update, less that with them masked; brought: KL"
-            " there between the two"
+            " there between the two; both medians over batches"
         )
     return Sheet(notes, ["method", *(MEASURES[name] for name in shown)], rows)
 
@@ -302,27 +319,24 @@ def ordered(methods: Mapping[str, Any]) -> list[str]:
     return sorted(methods, key=lambda label: -methods[label]["gain"]["mean"])
 
 
-def short_text(number: Mapping[str, float | None]) -> str:
-    """A number of any size with its interval, three digits.
+def short_text(number: NumberDict) -> str:
+    """A mean or median of any size with its interval, three digits.
 
     >>> short_text({"mean": 0.00123456, "low": -0.0001, "high": 0.0021})
     '0.00123 [-0.0001, 0.0021]'
     >>> short_text({"mean": None, "low": None, "high": None})
     '-'
     """
-    mean, low, high = (number.get(name) for name in ("mean", "low", "high"))
-    if mean is None:
+    middle, low, high = number.values()
+    if middle is None:
         return "-"
-    return f"{mean:.3g}" + ("" if low is None or high is None else f" [{low:.3g}, {high:.3g}]")
+    return f"{middle:.3g}" + ("" if low is None or high is None else f" [{low:.3g}, {high:.3g}]")
 
 
 def figure(numbers: dict[str, Any]) -> Drawing:
-    """Gain, its difference to the control's, KL and what shared tokens bring, per method."""
-    methods, panels = (
-        numbers["methods"],
-        [p for p in PANELS if p not in SPENT or has_shared(numbers)],
-    )
+    """Gain, its difference to the control's, the first order on the own batch, and KL."""
+    methods = numbers["methods"]
     rows = {label: methods[label] for label in ordered(methods)}
     title = "What the updates of one batch buy, on held-out rollouts"
-    names = {name: MEASURES[name] for name in panels}
+    names = {name: MEASURES[name] for name in PANELS}
     return rule_figure(title, rows, names, methods[numbers["control"]])
