@@ -31,6 +31,7 @@ from counterpoise.arena.serial import train_apart
 from counterpoise.arena.stack import stack_of, why_not_stackable
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.catalogue.temperature import check_temperature
 from counterpoise.environments import is_environment
 from counterpoise.policy import Policy, load_model
 from counterpoise.run.files import write_json
@@ -128,6 +129,7 @@ def checked_method(config: Config) -> Method:
     """The method of an arm; one that does not fit the recipe is an error before anything runs."""
     method, rollouts = make_method(**config.method), config.rollouts
     method.check_group_size(rollouts.group_size, "rollouts.group_size is 1.")
+    check_temperature(method.stages, rollouts.temperature, "rollouts.temperature")
     updates = config.optimizer.updates_per_batch
     method.check_plan(rollouts.prompts, rollouts.group_size, updates)
     return method

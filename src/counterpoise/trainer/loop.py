@@ -11,6 +11,7 @@ import torch
 
 from counterpoise.catalogue.method import Method
 from counterpoise.catalogue.registry import method as make_method
+from counterpoise.catalogue.temperature import check_temperature
 from counterpoise.environments import is_environment
 from counterpoise.ledger.book import Settings
 from counterpoise.ledger.measures.categories import load_categories
@@ -110,6 +111,7 @@ def train(
     changes = changed_settings(run_dir, config) if resume else {}
     method, task = make_method(**config.method), make_task(**config.task)
     method.check_group_size(config.rollouts.group_size, "rollouts.group_size is 1.")
+    check_temperature(method.stages, config.rollouts.temperature, "rollouts.temperature")
     check_scores(method, is_environment(task))
     check_one_turn(task, method)
     check_forks(config, is_environment(task))

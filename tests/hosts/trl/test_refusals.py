@@ -28,6 +28,7 @@ def stand_in(method="delta", *, processes=1, parallelism=None, fsdp=False, **arg
         args=config,
         num_generations=config.num_generations,
         beta=config.beta,
+        temperature=config.temperature,
         model=model,
         is_fsdp_enabled=fsdp,
         is_deepspeed_enabled=False,
@@ -111,6 +112,10 @@ def test_parallelism_within_a_rollout(size, name):
             "2 prompts per generation do not divide into 4 updates",
         ),
         ({"method_axes": {"credit": {"proxy": "topk"}}, "fsdp": True}, "FSDP and DeepSpeed shard"),
+        (
+            {"method_axes": {"credit": {"proxy": "head"}}, "temperature": 0.7},
+            "at temperature 1, and temperature of TRL's config is 0.7. Give the rule",
+        ),
     ],
 )
 def test_combinations_that_do_not_work(args, message):

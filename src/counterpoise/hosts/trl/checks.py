@@ -9,6 +9,7 @@ import trl
 from transformers import Trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from counterpoise.catalogue.temperature import check_temperature
 from counterpoise.errors import nearest
 from counterpoise.hosts.trl.batch import TOPK, head_of
 from counterpoise.hosts.trl.method import Setup
@@ -78,6 +79,7 @@ def check_trainer(trainer: CreditMixin, setup: Setup) -> None:
         _check_groups(trainer)
         _check_parallelism(trainer)
         _check_trl_options(trainer, setup)
+        check_temperature(setup.method.stages, trainer.temperature, "temperature of TRL's config")
         check_taught(trainer, setup)
     if setup.has_own_plan:
         _check_windows(trainer, setup)
