@@ -23,10 +23,10 @@ from counterpoise.maths.columns import by_sign, is_flip
 from counterpoise.maths.turns import token_advantage
 from counterpoise.probes.methods import Assigned, assign, named_method
 from counterpoise.probes.output import Drawing, error_bars, means, write_summary
-from counterpoise.probes.scene import Scene, checkpoint_of, open_scene
+from counterpoise.probes.scene import Scene, checkpoint_of, open_scene, read_config
 from counterpoise.probes.updates import try_update
 from counterpoise.run.files import inside, write_table
-from counterpoise.run.read import batch_files, open_run
+from counterpoise.run.read import batch_files, check_current, open_run, read_mapping
 from counterpoise.run.rollouts import read_rollouts
 from counterpoise.stage import success_of
 from counterpoise.types import TokenBatch
@@ -71,7 +71,7 @@ def replay(
     named = dict(map(named_method, specs))
     if len(named) != len(specs):
         raise ValueError(f"replay: a method is named twice in {list(specs)}. Name each once.")
-    saved = read_saved(run_dir, batch_number)
+    saved = read_saved(run_dir, batch_number, trust=trust)
     why = "--apply tries updates" if apply else why_model(named, saved)
     scene = None
     if saved is None or why:
@@ -115,8 +115,13 @@ def folder_name(specs: list[str]) -> str:
     )
 
 
-def read_saved(run_dir: Path, batch_number: int) -> Saved | None:
-    """The batch as its file has it, None where there is none."""
+def read_saved(run_dir: Path, batch_number: int, *, trust: bool) -> Saved | None:
+    """The batch as its file has it, None where there is none; a recipe that names code is asked
+    about (``trust``) as where it is built from. The account of a host has no recipe.
+    """
+    check_current(run_dir)
+    if not read_mapping(run_dir / "manifest.json").get("host"):
+        read_config(run_dir, trust=trust)
     file = batch_files(run_dir, "rollouts").get(batch_number)
     if file is None:
         return None
