@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoise.sampling.decoder import Shape, Weights, heads, norm, rest
+from counterpoise.sampling.decoder import Shape, Weights, embed, heads, norm, rest
 
 
-def embed(weights: Weights, ids_SM: Tensor) -> Tensor:
-    """Each member's own embedding of its tokens, [S, M, D]."""
-    num_members, size, width = weights.embed_VD.shape
-    start_S1 = torch.arange(num_members, device=ids_SM.device)[:, None] * size
-    return F.embedding(ids_SM + start_S1, weights.embed_VD.reshape(-1, width))
+def embed_rows(weights: Weights, ids_SRL: Tensor) -> Tensor:
+    """Each member's own embedding of its rows, [S, R, L, D]."""
+    return embed(weights.embed_VD, ids_SRL.flatten(1)).unflatten(1, ids_SRL.shape[1:])
 
 
 def hidden_states(
@@ -33,7 +31,7 @@ def hidden_states(
     """The final normed hidden states, [S, R, L, D]; keys and values of every layer, [S * R, K, L,
     C], are added to ``cache``.
     """
-    x_SRLD = embed(weights, ids_SRL.flatten(1)).unflatten(1, ids_SRL.shape[1:])
+    x_SRLD = embed_rows(weights, ids_SRL)
     return hidden_of_embeddings(weights, shape, x_SRLD, cos_LC, sin_LC, cache)
 
 
@@ -45,7 +43,11 @@ def hidden_of_embeddings(
     sin_LC: Tensor,
     cache: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """``hidden_states`` of tokens that are embedded already."""
+    """``hidden_states`` of tokens that are embedded already; on CUDA by fused layers."""
+    if x_SRLD.is_cuda:
+        from counterpoise.arena.fused import hidden_of_embeddings as fused
+
+        return fused(weights, shape, x_SRLD, cos_LC, sin_LC, cache)
     num_rows, length = x_SRLD.shape[1:3]
     cos, sin = (turn[:length].repeat(num_rows, 1)[:, None] for turn in (cos_LC, sin_LC))
     x_SMD = x_SRLD.flatten(1, 2)
@@ -54,14 +56,23 @@ def hidden_of_embeddings(
             part.unflatten(1, (num_rows, length)).flatten(0, 1).transpose(1, 2)
             for part in heads(layer, shape, x_SMD, cos, sin)
         )
-        if cache is not None:
-            cache.append((k, v))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=shape.scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        mixed_SMF = mixed.transpose(1, 2).reshape(*x_SMD.shape[:2], -1)
-        x_SMD = rest(layer, shape, x_SMD, mixed_SMF)
+        mixed = attend_causal(shape, q, k, v, cache)
+        x_SMD = rest(layer, shape, x_SMD, mixed.reshape(*x_SMD.shape[:2], -1))
     return norm(x_SMD, weights.norm_D, shape.eps).unflatten(1, (num_rows, length))
+
+
+def attend_causal(
+    shape: Shape, q: Tensor, k: Tensor, v: Tensor, cache: list[tuple[Tensor, Tensor]] | None
+) -> Tensor:
+    """Each token's mix of what its row has before it: of queries, keys and values [S * R, heads, L,
+    C] the values' [S * R, L, H, C]; keys and values are added to ``cache``.
+    """
+    if cache is not None:
+        cache.append((k, v))
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=shape.scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return mixed.transpose(1, 2)
 
 
 def response_states(hidden_SRLD: Tensor, start_SR: Tensor, num_tokens: int) -> Tensor:
@@ -78,7 +89,8 @@ def response_states(hidden_SRLD: Tensor, start_SR: Tensor, num_tokens: int) -> T
 def response_logits(weights: Weights, state_SRTD: Tensor, temperature: float) -> Tensor:
     """Their logits over the temperature, [S, R, T, V], float32."""
     logits_SMV = state_SRTD.flatten(1, 2) @ weights.head_DV
-    return logits_SMV.float().unflatten(1, state_SRTD.shape[1:3]) / temperature
+    logits_SRTV = logits_SMV.float().unflatten(1, state_SRTD.shape[1:3])
+    return logits_SRTV if temperature == 1 else logits_SRTV / temperature
 
 
 def token_logp(logits_SRTV: Tensor, token_ids_SRT: Tensor, mask_SRT: Tensor) -> Tensor:
@@ -104,9 +116,13 @@ def decode(
         keys, values: [layers, B, K, L, C], written in place at ``position_B``.
     """
     num_members = len(weights.embed_VD)
-    x_SBD = embed(weights, token_B.view(num_members, -1))
-    turns = (turn[position_B].view(*x_SBD.shape[:2], 1, -1) for turn in (cos_LC, sin_LC))
-    cos, sin = turns
+    if token_B.is_cuda:
+        from counterpoise.sampling.kernels import triton_decoder
+
+        columns = (token_B, position_B, keys, values, cos_LC, sin_LC)
+        return triton_decoder.decode(weights, shape, *columns).unflatten(0, (num_members, -1))
+    x_SBD = embed(weights.embed_VD, token_B.view(num_members, -1))
+    cos, sin = (turn[position_B].view(*x_SBD.shape[:2], 1, -1) for turn in (cos_LC, sin_LC))
     row_B = torch.arange(len(token_B), device=token_B.device)
     for number, layer in enumerate(weights.layers):
         q, k, v = (part.flatten(0, 1) for part in heads(layer, shape, x_SBD, cos, sin))
@@ -121,12 +137,6 @@ def attend(
     query_BHC: Tensor, position_B: Tensor, key_BKLC: Tensor, value_BKLC: Tensor, scaling: float
 ) -> Tensor:
     """Attention of one query token per row over its cache up to its own position, [B, H C]."""
-    if query_BHC.is_cuda:
-        from counterpoise.sampling.kernels import triton_decode
-
-        return triton_decode.attend(
-            query_BHC.contiguous(), position_B, key_BKLC, value_BKLC, scaling
-        )
     is_seen_BL = torch.arange(key_BKLC.shape[2], device=position_B.device) <= position_B[:, None]
     grouped = query_BHC.unflatten(1, (key_BKLC.shape[1], -1))
     mixed = F.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from counterpoise.arena.forward import embed, hidden_of_embeddings, response_states
+from counterpoise.arena.forward import embed_rows, hidden_of_embeddings, response_states
 from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Texts, pick
 from counterpoise.maths.head import Head
@@ -75,7 +75,7 @@ def scores(
     is_scored_SRT, is_answer_SRT = spans_SRT
     s_K, r_K, t_K = is_scored_SRT.nonzero(as_tuple=True)
     place_K = s_K, r_K, texts.start_SN[s_K, r_K] + t_K
-    clean_SRLD = embed(weights, texts.ids_SNL.flatten(1)).unflatten(1, texts.ids_SNL.shape[1:])
+    clean_SRLD = embed_rows(weights, texts.ids_SNL)
     clean_KD = clean_SRLD[place_K]
     noisy_SRLD = clean_SRLD.index_put(place_K, clean_KD + noise_KD).requires_grad_()
 

@@ -149,11 +149,13 @@ class StackSampler:
     def _decode(self, lane: Lane, settings: Settings) -> None:
         """One token for every row, all in place."""
         stack, weights, slots = self.stack, self.weights, lane.slots
+        # a row that has stopped reads one key: nobody reads what it goes on to draw
+        position_B = slots.position_B * slots.alive_B
         hidden_SBD = decode(
             weights,
             stack.shape,
             slots.token_B,
-            slots.position_B,
+            position_B,
             lane.keys,
             lane.values,
             stack.cos_LC,

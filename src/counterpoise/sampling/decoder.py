@@ -123,6 +123,17 @@ def _joined(dtype: torch.dtype, *parts: Any) -> tuple[Tensor, Tensor | None]:
     return weight.contiguous() if weight.device.type == "cpu" else weight, bias
 
 
+def embed(weight: Tensor, ids: Tensor) -> Tensor:
+    """The embedding of token ids; where the weight has a first axis of members, ids have it too and
+    each reads its own.
+    """
+    if weight.ndim == 2:
+        return F.embedding(ids, weight)
+    num_members, size, width = weight.shape
+    start_S1 = torch.arange(num_members, device=ids.device)[:, None] * size
+    return F.embedding(ids + start_S1, weight.reshape(-1, width))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W + b`` with a weight held [in, out]."""
     return x @ weight if bias is None else x @ weight + bias

@@ -3,7 +3,8 @@
 Every consumer of the norm has a copy of its own, so that their gradients are added in float32 by
 the backward kernel rather than one by one in the consumers' precision.
 
-Axes: R rows (tokens, or heads of tokens), D normed size.
+Axes: R rows (tokens, or heads of tokens), D normed size, S members of an arena's stack (1
+elsewhere), R / S rows of each, P programs per member.
 """
 
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportArgumentType=false, reportUnusedExpression=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -25,7 +26,7 @@ PROGRAMS_PER_PROCESSOR = 4  # of the backward: each has a row of the weight's gr
 def add_norm(
     x: Tensor,
     change: Tensor | None,
-    weight_D: Tensor,
+    weight: Tensor,
     eps: float,
     dtype: torch.dtype,
     num_copies: int = 1,
@@ -33,8 +34,12 @@ def add_norm(
     """``hidden = x + change`` and ``num_copies`` times ``weight * hidden / rms(hidden)``, in
     ``dtype``; what is normed is rounded to hidden's own dtype before the weight, as Hugging Face
     does.
+
+    Args:
+        weight: D numbers, or S times as many: then x is S members one after the other, and each has
+            its own.
     """
-    return _AddNorm.apply(x, change, weight_D, eps, dtype, num_copies)
+    return _AddNorm.apply(x, change, weight, eps, dtype, num_copies)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -43,7 +48,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         change: Tensor | None,
-        weight_D: Tensor,
+        weight: Tensor,
         eps: float,
         dtype: torch.dtype,
         num_copies: int,
@@ -55,38 +60,40 @@ class _AddNorm(torch.autograd.Function):
             if change is not None
             else (x, x)
         )
-        out, num_rows, tile = torch.empty_like(x, dtype=dtype), x.numel() // size, _tile(size)
-        _forward[(triton.cdiv(num_rows, tile["ROWS"]),)](
-            *(x, change.contiguous(), weight_D, hidden, out, eps, num_rows, size, has_change),
-            **tile,
+        out, tile, num_members = torch.empty_like(x, dtype=dtype), _tile(size), _members(weight, x)
+        num_rows, weight = x.numel() // size // num_members, weight.contiguous()
+        _forward[(triton.cdiv(num_rows, tile["ROWS"]), num_members)](
+            *(x, change.contiguous(), weight, hidden, out, eps, num_rows, size, has_change), **tile
         )
-        ctx.save_for_backward(hidden, weight_D)
+        ctx.save_for_backward(hidden, weight)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, (x.dtype, change.dtype if has_change else None)
         return hidden, out, *(out.detach() for _ in range(num_copies - 1))
 
     @staticmethod
     def backward(ctx: Any, d_hidden: Tensor | None, *d_outs: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight_D = ctx.saved_tensors
+        hidden, weight = ctx.saved_tensors
         x_dtype, change_dtype = ctx.dtypes
         grads = [grad.contiguous() for grad in d_outs if grad is not None]
         size, needs_weight = hidden.shape[-1], ctx.needs_input_grad[2]
-        num_rows, tile = hidden.numel() // size, _tile(size)
-        num_programs = min(triton.cdiv(num_rows, tile["ROWS"]), _most_programs(hidden.device))
+        tile, num_members = _tile(size), _members(weight, hidden)
+        num_rows = hidden.numel() // size // num_members
+        most = max(1, _most_programs(hidden.device) // num_members)
+        num_programs = min(triton.cdiv(num_rows, tile["ROWS"]), most)
         d_x = torch.empty_like(hidden, dtype=x_dtype)
         has_own = change_dtype not in (None, x_dtype)
         d_change = torch.empty_like(hidden, dtype=change_dtype) if has_own else d_x
-        parts_PD = hidden.new_empty(num_programs, size, dtype=torch.float32)
+        parts_SPD = hidden.new_empty(num_members, num_programs, size, dtype=torch.float32)
         d_hidden = None if d_hidden is None else d_hidden.contiguous()
-        _backward[(num_programs,)](
-            *(hidden, weight_D, *(grads + [hidden] * 3)[:3]),
-            *(hidden if d_hidden is None else d_hidden, d_x, d_change, parts_PD),
+        _backward[(num_programs, num_members)](
+            *(hidden, weight, *(grads + [hidden] * 3)[:3]),
+            *(hidden if d_hidden is None else d_hidden, d_x, d_change, parts_SPD),
             *(ctx.eps, num_rows, size),
             *(len(grads), d_hidden is not None, has_own, needs_weight),
             **tile,
         )
-        d_weight_D = parts_PD.sum(0).to(weight_D.dtype) if needs_weight else None
-        return d_x, None if change_dtype is None else d_change, d_weight_D, None, None, None
+        d_weight = parts_SPD.sum(1).view_as(weight).to(weight.dtype) if needs_weight else None
+        return d_x, None if change_dtype is None else d_change, d_weight, None, None, None
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -103,10 +110,12 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    """A program has rows of one member, ``num_rows`` each."""
+    own = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    member = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK)[None, :]
-    here = (row < num_rows) & (d < size)
-    at = row * size + d
+    here = (own < num_rows) & (d < size)
+    at = (member * num_rows + own) * size + d
     x = tl.load(x_ptr + at, mask=here, other=0.0)
     if HAS_CHANGE:
         change = tl.load(change_ptr + at, mask=here, other=0.0)
@@ -115,7 +124,7 @@ def _forward(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + eps)[:, None]
     normed = (wide * scale).to(hidden_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=d < size, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + member * size + d, mask=d < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, (weight * normed).to(out_ptr.dtype.element_ty), mask=here)
 
 
@@ -141,13 +150,13 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     d = tl.arange(0, BLOCK)[None, :]
-    in_row = d < size
-    weight = tl.load(weight_ptr + d, mask=in_row, other=0.0).to(tl.float32)
+    in_row, member = d < size, tl.program_id(1).to(tl.int64)
+    weight = tl.load(weight_ptr + member * size + d, mask=in_row, other=0.0).to(tl.float32)
     d_weight = tl.zeros((1, BLOCK), tl.float32)
     for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        here = (row < num_rows) & in_row
-        at = row * size + d
+        own = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        here = (own < num_rows) & in_row
+        at = (member * num_rows + own) * size + d
         x = tl.load(hidden_ptr + at, mask=here, other=0.0).to(tl.float32)
         d_out = tl.zeros((ROWS, BLOCK), tl.float32)
         if NUM_GRADS > 0:
@@ -170,7 +179,13 @@ def _backward(
         if HAS_OWN:
             tl.store(d_change_ptr + at, d_x.to(d_change_ptr.dtype.element_ty), mask=here)
     if NEEDS_WEIGHT:
-        tl.store(parts_ptr + tl.program_id(0) * size + d, d_weight, mask=in_row)
+        part = member * tl.num_programs(0) + tl.program_id(0)
+        tl.store(parts_ptr + part * size + d, d_weight, mask=in_row)
+
+
+def _members(weight: Tensor, x: Tensor) -> int:
+    """How many members have a weight of their own."""
+    return weight.numel() // x.shape[-1]
 
 
 @functools.cache

@@ -18,12 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS_BLOCK = 64  # cache slots attention reads at a time
+# the same where a key has one query: as many running softmaxes, joined at the end. On one H200
+# 16,384 rows of 4 heads of 24 took 114 us with it and 269 us with products of matrices
+ALONE_BLOCK = 16
+ALONE_SIZE = 64  # the largest head that takes this way
 
 
 def add_norm(
-    x_BD: Tensor, change_BD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
+    x_BD: Tensor, change_BD: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """``x += change`` in place, then its root-mean-square norm in ``dtype``."""
+    """``x += change`` in place, then its root-mean-square norm in ``dtype``.
+
+    The weight has D numbers, or as many for each of S members, B / S rows each.
+    """
     out_BD = torch.empty_like(x_BD, dtype=dtype)
     size = x_BD.shape[1]
     block = triton.next_power_of_2(size)
@@ -31,10 +38,11 @@ def add_norm(
     _add_norm[(len(x_BD),)](
         x_BD,
         change,
-        weight_D,
+        weight.contiguous(),
         out_BD,
         eps,
         size,
+        len(x_BD) * size // weight.numel(),
         change_BD is not None,
         block,
         num_warps=_warps(block),
@@ -42,10 +50,19 @@ def add_norm(
     return out_BD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_norm(
-    x_ptr, change_ptr, weight_ptr, out_ptr, eps, size, HAS_CHANGE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    change_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    size,
+    num_rows,
+    HAS_CHANGE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """``num_rows`` are those of a member."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     here = d < size
@@ -57,6 +74,7 @@ def _add_norm(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     normed = (wide * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
+    weight_ptr += row // num_rows * size
     weight = tl.load(weight_ptr + d, mask=here, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + d, (weight * normed).to(out_ptr.dtype.element_ty), mask=here)
 
@@ -68,21 +86,24 @@ def rotate_and_store(
     sin_LC: Tensor,
     keys_BKLC: Tensor,
     values_BKLC: Tensor,
-    query_norm_C: Tensor | None,
-    key_norm_C: Tensor | None,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
     eps: float,
     num_heads: int,
 ) -> Tensor:
     """Rotated queries [B, H, C]; keys (rotated) and values go into the cache at each row's
-    position.
+    position. Norms have C numbers, or as many for each member.
     """
     num_kv, room, size = keys_BKLC.shape[1:]
     out_BHC = qkv_BF.new_empty(len(qkv_BF), num_heads, size)
-    has_norm = query_norm_C is not None
-    norms = (query_norm_C, key_norm_C) if has_norm else (qkv_BF, qkv_BF)
+    has_norm = query_norm is not None
+    num_members = query_norm.numel() // size if query_norm is not None else 1
+    norms = (part.contiguous() for part in (query_norm, key_norm) if part is not None)
+    query_norm, key_norm = norms if has_norm else (qkv_BF, qkv_BF)
     _rotate_and_store[(len(qkv_BF),)](
-        *(qkv_BF, position_B, cos_LC, sin_LC, keys_BKLC, values_BKLC, *norms, out_BHC),
-        *(keys_BKLC.stride(0), room, eps),
+        *(qkv_BF, position_B, cos_LC, sin_LC, keys_BKLC, values_BKLC),
+        *(query_norm, key_norm, out_BHC),
+        *(keys_BKLC.stride(0), room, eps, len(qkv_BF) // num_members),
         *(num_heads, num_kv, size, has_norm),
         triton.next_power_of_2(num_heads + 2 * num_kv),
         triton.next_power_of_2(size // 2),
@@ -90,7 +111,7 @@ def rotate_and_store(
     return out_BHC
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_and_store(
     qkv_ptr,
     position_ptr,
@@ -104,6 +125,7 @@ def _rotate_and_store(
     row_stride,
     room,
     eps,
+    num_rows,
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -127,6 +149,8 @@ def _rotate_and_store(
         a = (a * scale).to(qkv_ptr.dtype.element_ty).to(tl.float32)
         b = (b * scale).to(qkv_ptr.dtype.element_ty).to(tl.float32)
         in_half = c < half
+        query_norm_ptr += row // num_rows * C
+        key_norm_ptr += row // num_rows * C
         a *= tl.where(
             is_query,
             tl.load(query_norm_ptr + c, mask=in_half, other=0.0),
@@ -167,9 +191,17 @@ def attend(
     num_kv, room = keys_BKLC.shape[1:3]
     out_BF = q_BHC.new_empty(num_rows, num_heads * size)
     group = num_heads // num_kv
+    columns = (q_BHC, position_B, keys_BKLC, values_BKLC, out_BF)
+    strides = (keys_BKLC.stride(0), room, scaling)
+    if group == 1 and size <= ALONE_SIZE:
+        block = triton.next_power_of_2(size)
+        _attend_alone[(num_rows, num_kv)](
+            *(*columns, *strides, num_kv, size, block, ALONE_BLOCK), num_warps=1
+        )
+        return out_BF
     _attend[(num_rows, num_kv)](
-        *(q_BHC, position_B, keys_BKLC, values_BKLC, out_BF),
-        *(keys_BKLC.stride(0), room, scaling),
+        *columns,
+        *strides,
         *(num_kv, group, size),
         *(
             max(16, triton.next_power_of_2(group)),
@@ -226,6 +258,50 @@ def _attend(
         top = higher
     mixed = mixed / total[:, None]
     tl.store(out_ptr + queries, mixed.to(out_ptr.dtype.element_ty), mask=is_query)
+
+
+@triton.jit
+def _attend_alone(
+    q_ptr,
+    position_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    row_stride,
+    room,
+    scaling,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One query per key-value head: every BLOCK-th slot has a softmax of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    num_seen = tl.load(position_ptr + row) + 1
+    c, slot = tl.arange(0, SIZE), tl.arange(0, BLOCK)
+    in_head = c < C
+    query = row * (K * C) + head * C + c
+    q = tl.load(q_ptr + query, mask=in_head, other=0.0).to(tl.float32) * scaling
+    spot = row * row_stride + head * room * C + slot[:, None] * C + c[None, :]
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    mixed = tl.zeros((BLOCK, SIZE), tl.float32)
+    for start in range(0, num_seen, BLOCK):
+        is_seen = start + slot < num_seen
+        here = is_seen[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + spot + start * C, mask=here, other=0.0).to(tl.float32)
+        v = tl.load(values_ptr + spot + start * C, mask=here, other=0.0).to(tl.float32)
+        score = tl.where(is_seen, tl.sum(k * q[None, :], 1), float("-inf"))
+        higher = tl.maximum(top, score)
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+        fade, share = tl.exp(top - level), tl.exp(score - level)
+        total = total * fade + share
+        mixed = mixed * fade[:, None] + share[:, None] * v
+        top = higher
+    weight = tl.exp(top - tl.max(top, 0))
+    out = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out_ptr + query, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 def gate(gate_up_BF: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VOCABULARY_PIECE = 4096  # tokens one program of the first pass of ``draw`` reads
+VOCABULARY_PIECE = 4096  # tokens at most that one program of the first pass of ``draw`` reads
 LEAST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens of a block and blocks of a row in ``candidates``
 
 
@@ -26,18 +26,12 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tens
     Two passes: maximum and sums of every piece of the vocabulary; then the piece that holds the
     token, and the token in it."""
     num_rows, num_tokens = logits_BV.shape
-    num_pieces = triton.cdiv(num_tokens, VOCABULARY_PIECE)
+    piece = min(VOCABULARY_PIECE, triton.next_power_of_2(num_tokens))
+    num_pieces, num_warps = triton.cdiv(num_tokens, piece), max(1, piece // 512)
     piece_3BS = torch.empty(3, num_rows, num_pieces, device=logits_BV.device)
     _pieces[(num_rows, num_pieces)](
-        *(
-            logits_BV,
-            *piece_3BS.unbind(0),
-            num_tokens,
-            num_pieces,
-            1.0 / temperature,
-            VOCABULARY_PIECE,
-        ),
-        num_warps=8,
+        *(logits_BV, *piece_3BS.unbind(0), num_tokens, num_pieces, 1.0 / temperature, piece),
+        num_warps=num_warps,
     )
     token_B = torch.empty(num_rows, dtype=torch.long, device=logits_BV.device)
     logp_B, entropy_B = torch.empty(2, num_rows, device=logits_BV.device).unbind(0)
@@ -53,8 +47,8 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> tuple[Tens
             num_pieces,
             1.0 / temperature,
         ),
-        *(triton.next_power_of_2(num_pieces), VOCABULARY_PIECE),
-        num_warps=8,
+        *(triton.next_power_of_2(num_pieces), piece),
+        num_warps=num_warps,
     )
     return token_B, logp_B, entropy_B
 
