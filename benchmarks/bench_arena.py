@@ -31,7 +31,7 @@ from counterpoise.arena.batch import bench_of
 from counterpoise.arena.collect import collect_stack
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.member import Member
-from counterpoise.arena.race import shares_stack
+from counterpoise.arena.shared import shares_stack
 from counterpoise.arena.stack import stack_of
 from counterpoise.arena.update import apply_updates
 from counterpoise.catalogue.presets import PRESETS

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from counterpoise.arena import race as module
-from counterpoise.arena import serial
+from counterpoise.arena import serial, shared, stacked
+from counterpoise.arena.at_once import _heard
+from counterpoise.arena.crew import Crew
 from counterpoise.arena.design import Arm, Design, write_design
 from counterpoise.arena.live import Live
 from counterpoise.arena.page import write_page
@@ -90,8 +97,8 @@ class Killed(BaseException):
 def test_an_arena_that_is_killed_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[tuple[object, ...], Result]
 ) -> None:
-    monkeypatch.setattr(module, "KEEP_S", -1.0)
-    real, calls = module.train_batch, []
+    monkeypatch.setattr(stacked, "KEEP_S", -1.0)
+    real, calls = stacked.train_batch, []
 
     def train_batch(*args: object) -> object:
         calls.append(args[2])
@@ -99,7 +106,7 @@ def test_an_arena_that_is_killed_goes_on_where_it_stopped(
             raise Killed
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "train_batch", train_batch)
+    monkeypatch.setattr(stacked, "train_batch", train_batch)
     out = tmp_path / "arena"
     for _ in range(3):
         with pytest.raises(Killed):
@@ -117,7 +124,7 @@ def test_an_arena_that_is_killed_goes_on_where_it_stopped(
 def test_without_memory_the_stack_is_cut_in_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[tuple[object, ...], Result]
 ) -> None:
-    real, sizes = module.train_batch, []
+    real, sizes = stacked.train_batch, []
 
     def train_batch(bench, members, number):
         sizes.append(len(members))
@@ -125,11 +132,46 @@ def test_without_memory_the_stack_is_cut_in_two(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(bench, members, number)
 
-    monkeypatch.setattr(module, "train_batch", train_batch)
+    monkeypatch.setattr(stacked, "train_batch", train_batch)
     results = run(tmp_path / "arena", design(), size=8)
     assert set(sizes) == {6, 3, 2, 1}
     for key, one in whole.items():
         assert results[key].values == pytest.approx(one.values, abs=0.02)
+
+
+def test_two_stacks_at_a_time_are_the_same_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two members each: three stacks, two processes; workers of their own."""
+    plan, heard = design(evaluations=(0, 1, 2)), io.StringIO()
+    settings = {"size": 2, "num_workers": 2}
+    one = run(tmp_path / "one", plan, **settings)
+    live, crews = Live(console=Console(file=heard)), []
+
+    def crew_of(*args: Any) -> Crew:
+        crews.append(Crew(*args))
+        return crews[-1]
+
+    monkeypatch.setattr(shared, "Crew", crew_of)
+    race(plan, tmp_path / "two", live, jobs=2, **settings)
+    two = {(r.run, r.batch): r for r in read_results(tmp_path / "two")}
+    assert {(r.run, r.batch): r.values for r in one.values()} == {
+        key: result.values for key, result in two.items()
+    }
+    assert (live.runs, live.steps) == (6, 12)  # the one line counts what both did
+    assert len(crews) == 1 and not crews[0].folder.exists()  # nothing is left in memory
+
+
+def test_an_error_in_one_of_two_stacks_at_a_time_is_the_arenas() -> None:
+    notes: queue.Queue[tuple[str, int | str]] = queue.Queue()
+    notes.put(("step", 64))
+    fine, broken = Future(), Future()
+    fine.set_result(None)
+    broken.set_exception(ConfigError("no such task"))
+    heard = _heard([fine, broken], notes)  # type: ignore[arg-type]
+    assert next(heard) == ("step", 64)  # what was said before counts
+    with pytest.raises(ConfigError, match="no such task"):
+        next(heard)
 
 
 def test_the_a_a_floor_and_activity(tmp_path: Path) -> None:

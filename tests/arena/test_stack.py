@@ -15,7 +15,7 @@ from counterpoise.arena.collect import Bench
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.evaluate import evaluate_stack
 from counterpoise.arena.member import Member
-from counterpoise.arena.race import shares_stack
+from counterpoise.arena.shared import shares_stack
 from counterpoise.arena.stack import stack_of
 from counterpoise.catalogue.presets import PRESETS
 from counterpoise.catalogue.registry import method as make_method

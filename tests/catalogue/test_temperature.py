@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import counterpoise as cp
-from counterpoise.arena.race import checked_method
+from counterpoise.arena.shared import checked_method
 from counterpoise.catalogue.temperature import check_temperature
 from counterpoise.trainer.config import parse_config
 from counterpoise.trainer.loop import train

@@ -125,18 +125,26 @@ class Crew:
     must be watched have worker processes of their own and are graded from here.
     """
 
-    def __init__(self, policy: Policy, task: Task, config: Config, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        config: Config,
+        num_workers: int = 0,
+        memory: Path | None = None,
+    ) -> None:
         global _HOST
         _HOST = self.host = Host(policy._replace(model=None), task, config)  # pyright: ignore[reportArgumentType]
-        self.pool, self.folder = None, ""
+        self.pool, self.folder, self.num_workers = None, None, 0
         self.ahead: dict[Stretch, Future[Questions]] = {}
         self.known: dict[Stretch, Questions] = {}
         if num_workers and getattr(task, "is_trusted", False):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             context = multiprocessing.get_context("fork")
             self.pool = ProcessPoolExecutor(num_workers, context, _start)
-            memory = Path("/dev/shm")
-            self.folder = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
+            shared = memory or Path("/dev/shm")
+            self.folder = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
+            self.num_workers = num_workers
             list(self.pool.map(int, range(4 * num_workers)))  # all forks are made now
 
     def call(self, work: Callable[[Host, Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -165,15 +173,15 @@ class Crew:
 
     def shelve(self, name: str, column: Tensor) -> Callable[[slice], Shelf | Tensor]:
         """Where the work finds rows of a large column: in shared memory for workers."""
-        if self.pool is None:
+        if self.folder is None:
             return lambda rows: column[rows]
-        path, shape = str(Path(self.folder) / name), tuple(column.shape)
+        path, shape = str(self.folder / name), tuple(column.shape)
         kept = _mapping(path, column.dtype, shape)
         kept.copy_(column)
         return lambda rows: Shelf(path, column.dtype, shape, rows)
 
     def close(self) -> None:
-        if self.pool is not None:
+        if self.pool is not None and self.folder is not None:
             self.pool.shutdown(cancel_futures=True)
             _mapping.cache_clear()
             shutil.rmtree(self.folder, ignore_errors=True)

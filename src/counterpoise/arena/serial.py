@@ -49,7 +49,7 @@ def _stopped(
     at once when this does.
     """
     threads, (reader, writer) = max(1, (os.cpu_count() or 1) // jobs), Pipe(duplex=False)
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_process, (threads, reader))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), start_process, (threads, reader))
     waiting = {pool.submit(_train_quietly, design, out, run): run for run in runs}
     try:
         for future in as_completed(waiting):
@@ -60,7 +60,8 @@ def _stopped(
         writer.close()
 
 
-def _start_process(num_threads: int, end: Connection) -> None:
+def start_process(num_threads: int, end: Connection) -> None:
+    """Of a process that ends at once when the one that began it ends, or closes ``end``."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # the arena itself hears Ctrl-C
     end_with_parent(end)

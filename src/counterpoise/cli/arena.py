@@ -56,7 +56,7 @@ def arena(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs at a time without a stack; 1, on a CPU one per core."),
+        typer.Option(min=1, help="Stacks, or lone runs, at a time; 1, on a CPU one per core."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (repeatable).")
