@@ -56,12 +56,14 @@ def _turned(
         torch.empty(part.shape, dtype=dtype, device=part.device)
         for part, dtype in zip((query, key), dtypes)
     ]
+    blocks = [triton.next_power_of_2(number) for number in (num_heads, num_kv, size // 2)]
     _rotate[(num_rows * length,)](
         *(query, key, cos, sin, *outs),
         *(stride // size for part in (query, key) for stride in part.stride()[:3]),
         *(length, cos.shape[0] * cos.shape[1]),
         *(num_heads, num_kv, size, back),
-        *(triton.next_power_of_2(number) for number in (num_heads, num_kv, size // 2)),
+        *blocks,
+        num_warps=max(1, min(4, blocks[0] * blocks[2] // 64)),  # a token of small heads needs one
     )
     return outs[0], outs[1]
 
