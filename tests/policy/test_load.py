@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from counterpoise.policy import add_lora, encode_prompts, load_model, locate, token_logp
+from counterpoise.policy import (
+    add_lora,
+    decode_texts,
+    encode_prompts,
+    load_model,
+    locate,
+    token_logp,
+)
 from counterpoise.policy.backbone import backbone
 from counterpoise.sampling import sample
 from helpers.tiny_models import tiny
@@ -307,3 +314,13 @@ def test_an_adapter_on_the_head_is_not_overlooked():
     logp = torch.log_softmax(adapted(torch.tensor([[3, 4]])).logits[0, -1], -1)[6]
     got = token_logp(adapted, [[3, 4]], torch.tensor([[6]]), torch.tensor([[True]]))
     torch.testing.assert_close(got[0, 0], logp)
+
+
+def test_texts_of_rows_are_those_of_batch_decode() -> None:
+    tokenizer = load_model("bundled").tokenizer
+    ids = tokenizer(["What is 7 + 8?", "Then  7 plus 8 makes 15 .", ""])["input_ids"]
+    ids[0] += [tokenizer.eos_token_id, *ids[1]]
+    assert decode_texts(tokenizer, ids) == tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert "7 + 8" in decode_texts(tokenizer, ids)[0]
+    tokenizer.clean_up_tokenization_spaces = True  # the other way
+    assert decode_texts(tokenizer, ids) == tokenizer.batch_decode(ids, skip_special_tokens=True)

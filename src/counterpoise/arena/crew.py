@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from counterpoise.policy import Policy, encode_prompts
+from counterpoise.policy import Policy, decode_texts, encode_prompts
 from counterpoise.tasks import Grades, Task
 from counterpoise.trainer.collect import grade_rollouts
 from counterpoise.trainer.config import Config
@@ -101,7 +101,7 @@ def ask(host: Host, stretch: Stretch) -> Questions:
 def judge(host: Host, job: Job) -> Grades:
     """Decode and grade."""
     ids = [row[:length].tolist() for row, length in zip(job.token_ids_NT, job.length_N)]
-    texts = host.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = decode_texts(host.policy.tokenizer, ids)
     pairs = [(job.prompts[p], text) for p, text in zip(job.group_N.tolist(), texts)]
     return grade_rollouts(host.task, pairs, host.config, job.where)
 

@@ -18,6 +18,9 @@ from counterpoise.arena.forward import hidden_states, response_logits, response_
 from counterpoise.arena.stack import Stack
 from counterpoise.sampling.decoder import Weights
 
+# of an update's rows by length, see ``by_length``
+MOST_PIECES, LEAST_SAVED, LEAST_ROWS = 4, 6, 8
+
 
 class Texts(NamedTuple):
     """All rows of all members.
@@ -44,6 +47,12 @@ class Texts(NamedTuple):
         """The chosen rows of each member."""
         columns = [None if column is None else pick(column, row_SR) for column in self]
         return Texts(*columns)  # pyright: ignore[reportArgumentType]
+
+    def narrow(self, width: int, num_tokens: int) -> Texts:
+        """The first so many tokens of rows, and of their responses."""
+        ids_SNL, start_SN, *columns = self
+        cut = (None if column is None else column[..., :num_tokens] for column in columns)
+        return Texts(ids_SNL[..., :width], start_SN, *cut)  # pyright: ignore[reportArgumentType]
 
     def of_members(self, members: Sequence[int]) -> Texts:
         """The rows of some members."""
@@ -115,6 +124,38 @@ def states_logp(
 
 
 def stack_logp(stack: Stack, weights: Weights, texts: Texts, temperature: float) -> Tensor:
-    """Log-probs of all response tokens, [S, N, T]."""
-    states = stack_states(stack, weights, texts)
-    return states_logp(stack, weights, states, texts, temperature)
+    """Log-probs of all response tokens, [S, N, T]; rows of like length are read together, without
+    the padding that the longest needs.
+    """
+    order_SN, pieces = by_length(texts)
+    bare = texts._replace(ref_logp_SNT=None, ref_kl_SNT=None, anchor_logp_SNT=None)
+    parts = []
+    for rows, width, num_tokens in pieces:
+        own = bare if len(pieces) == 1 else bare.select(order_SN[:, rows])
+        own = own.narrow(width, num_tokens)
+        states = stack_states(stack, weights, own)
+        logp_SNT = states_logp(stack, weights, states, own, temperature)
+        parts.append(pad(logp_SNT, (0, texts.mask_SNT.shape[2] - num_tokens)))
+    return parts[0] if len(pieces) == 1 else pick(torch.cat(parts, 1), order_SN.argsort(1))
+
+
+def by_length(texts: Texts) -> tuple[Tensor, list[tuple[slice, int, int]]]:
+    """The rows of every member from short to long, [S, N], and pieces of that order: which rows,
+    the tokens that the longest has, and those of its response. Neighbours that would save less than
+    ``LEAST_SAVED`` tokens per row are one piece.
+    """
+    length_SN = texts.mask_SNT.sum(2)
+    whole_SN = texts.start_SN + length_SN
+    order_SN, num = whole_SN.argsort(1), whole_SN.shape[1]
+    if num < LEAST_ROWS:
+        return order_SN, [(slice(num), texts.ids_SNL.shape[2], texts.mask_SNT.shape[2])]
+    ends = [num * k // MOST_PIECES for k in range(1, MOST_PIECES + 1)]
+    longest_2N = torch.stack([pick(column, order_SN).amax(0) for column in (whole_SN, length_SN)])
+    longest_2K = longest_2N.cummax(1)[0][:, [end - 1 for end in ends]]
+    pieces: list[tuple[slice, int, int]] = []
+    for end, width, num_tokens in zip(ends, *longest_2K.tolist()):
+        start = pieces[-1][0].stop if pieces else 0
+        if pieces and width - pieces[-1][1] < LEAST_SAVED:
+            start = pieces.pop()[0].start
+        pieces.append((slice(start, end), width, num_tokens))
+    return order_SN, pieces

@@ -1,7 +1,14 @@
 """A language model: load it, score tokens with it, measure the columns that rules need."""
 
 from counterpoise.policy.importance import measure_importance
-from counterpoise.policy.load import Policy, add_lora, encode_prompts, load_model, locate
+from counterpoise.policy.load import (
+    Policy,
+    add_lora,
+    decode_texts,
+    encode_prompts,
+    load_model,
+    locate,
+)
 from counterpoise.policy.logp import logp_function, token_logp
 from counterpoise.policy.measure import MEASURED, REFERENCE, measure
 from counterpoise.policy.pack import length_buckets
@@ -11,6 +18,7 @@ __all__ = [
     "REFERENCE",
     "Policy",
     "add_lora",
+    "decode_texts",
     "encode_prompts",
     "length_buckets",
     "load_model",

@@ -21,6 +21,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as hf_logging
 
@@ -271,6 +272,18 @@ def encode_prompts(
                 " filter the task."
             )
     return ids
+
+
+def decode_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[str]:
+    """The text of each row of token ids, special tokens left out; as ``batch_decode``, which looks
+    at the type of every single id.
+    """
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    is_plain = is_fast and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
+        backend: Any = tokenizer.backend_tokenizer
+        return backend.decode_batch(list(rows), skip_special_tokens=True)
+    return tokenizer.batch_decode(list(rows), skip_special_tokens=True)
 
 
 def _turn(policy: Policy, text: str) -> str:

@@ -118,8 +118,9 @@ class Arithmetic:
         """1.0 if the text ends with the closing sentence and the right number, else 0.0; with
         ``grade_steps`` all before it has to be right too.
         """
-        is_sound = not self.grade_steps or self.first_error(prompt, text) is None
-        return float(is_right(prompt, text) and is_sound)
+        if not is_right(prompt, text):
+            return 0.0
+        return float(not self.grade_steps or self.first_error(prompt, text) is None)
 
     def first_error(self, prompt: Prompt, text: str) -> int | None:
         """The offset of the first character that no right answer has there.

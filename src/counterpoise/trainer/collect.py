@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoise.catalogue.method import Method
 from counterpoise.environments import is_environment
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import Policy, encode_prompts, measure
+from counterpoise.policy import Policy, decode_texts, encode_prompts, measure
 from counterpoise.policy.offsets import tokens_from
 from counterpoise.policy.precision import autocast
 from counterpoise.rollouts import Completions, RolloutBatch
@@ -222,7 +222,7 @@ class RolloutSampler:
             self.config.rollouts,
             lambda part: derived_seed(self.config.seed, self.batch_number, f"{purpose}/{part}"),
         )
-        texts = self.policy.tokenizer.batch_decode(ends.answers, skip_special_tokens=True)
+        texts = decode_texts(self.policy.tokenizer, ends.answers)
         prompts = [rollouts.prompts[group[places[k][0]]] for k in ends.source]
         where = f"batch {self.batch_number}"
         graded = grade_rollouts(self.task, list(zip(prompts, texts)), self.config, where)

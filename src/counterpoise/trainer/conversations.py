@@ -10,7 +10,7 @@ import torch
 
 from counterpoise.environments import Environment
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import Policy
+from counterpoise.policy import Policy, decode_texts
 from counterpoise.policy.bridge import Bridge
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.sampling import SAMPLED, Rollouts, sample_from
@@ -163,9 +163,8 @@ def play_out(
         mask_NT=columns.pop("mask_NT"),
     ).replace(**columns, **{k: column * mask_NT[:, :, None] for k, column in sampled.items()})
     ids_NT, keep_NT = rollouts.token_ids_NT.cpu(), rollouts.mask_NT.cpu()
-    texts = policy.tokenizer.batch_decode(
-        [ids[keep].tolist() for ids, keep in zip(ids_NT, keep_NT)], skip_special_tokens=True
-    )
+    kept = [ids[keep].tolist() for ids, keep in zip(ids_NT, keep_NT)]
+    texts = decode_texts(policy.tokenizer, kept)
     return RolloutBatch(
         prompts=list(prompts),
         prompt_ids=row_ids,

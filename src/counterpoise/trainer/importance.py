@@ -10,7 +10,7 @@ from torch import Tensor
 
 from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import Policy, measure_importance
+from counterpoise.policy import Policy, decode_texts, measure_importance
 from counterpoise.policy.offsets import positions_at
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import Task, answer_start
@@ -38,9 +38,7 @@ def answer_tokens(
     answers ``asked[i]``.
     """
     rows = zip(token_ids_NT.cpu(), mask_NT.cpu())
-    texts = policy.tokenizer.batch_decode(
-        [ids[keep].tolist() for ids, keep in rows], skip_special_tokens=True
-    )
+    texts = decode_texts(policy.tokenizer, [ids[keep].tolist() for ids, keep in rows])
     offsets = [answer_start(task, prompt, text) for prompt, text in zip(asked, texts)]
     return positions_at(policy.tokenizer, token_ids_NT, mask_NT, offsets)
 

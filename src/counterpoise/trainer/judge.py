@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from counterpoise.policy import Policy
+from counterpoise.policy import Policy, decode_texts
 from counterpoise.sampling import Rollouts, sample_from
 from counterpoise.tasks import Task
 from counterpoise.tasks.graders import Grader, Grades
@@ -109,6 +109,6 @@ class Judge:
             self.thread = None
 
     def _judge(self, heard: Mapping[int, list[int]]) -> None:
-        texts = self.tokenizer.batch_decode(list(heard.values()), skip_special_tokens=True)
+        texts = decode_texts(self.tokenizer, list(heard.values()))
         self.texts |= dict(zip(heard, texts))
         self.grader.add(dict(zip(heard, texts)))
