@@ -218,6 +218,8 @@ def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
         f" ledger {row['ledger_s']:6.2f} s  ratio {row['ratio']:.2f}  update {row['update']:.2f} "
         f" slowdown at every: 10 {row['ratio'] / 10:.0%}  {found[-1].num_tokens} tokens"
     )
+    series = [[round(getattr(cost, name), 3) for cost in found] for name in ("step_s", "ledger_s")]
+    print(f"    one after the other: batches {series[0]} s, ledgers {series[1]} s")
     print(
         "".join(f"    {name:<26}{seconds:7.3f} s\n" for name, seconds in stages.items()),
         f"    {'parquet, meanwhile':<26}{row['parquet_s']:7.3f} s\n",
@@ -230,6 +232,7 @@ def costs(bench: Bench, axes: list[str], repeats: int) -> dict[str, Any]:
         **row,
         "slowdown": row["ratio"] / 10,
         "num_tokens": found[-1].num_tokens,
+        "series": dict(zip(("step_s", "ledger_s"), series)),
         "stages": stages,
     }
 
