@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,13 @@ READERS = ("tolist", "cpu", "numpy")  # on a CPU they read memory, or do nothing
 
 
 class Accelerator(TorchDispatchMode):
-    """``fetches``: how often tensors were fetched from it; ``faults``: other waits, and operations
-    whose tensors lie apart.
+    """``sends`` and ``fetches``: how often something was sent to it and fetched from it, many
+    tensors at a time or one; ``faults``: other waits, and operations whose tensors lie apart.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.fetches, self.faults = 0, []
+        self.sends, self.fetches, self.faults = 0, 0, []
         self._is_here: dict[int, bool] = {}  # storage -> on the accelerator, or on the host
         self._alive: list[Tensor] = []  # an address is not given twice
 
@@ -57,8 +57,12 @@ class Accelerator(TorchDispatchMode):
         return self._is_here.get(tensor.untyped_storage()._cdata)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        out = tensor.clone()
-        self.put([out])
+        return self.send_all([tensor], device)[0]
+
+    def send_all(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        self.sends += 1
+        out = [tensor.clone() for tensor in tensors]
+        self.put(out)
         return out
 
     def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -89,7 +93,7 @@ def _has_mask(indices: Iterable[Tensor | None]) -> bool:
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """The package sends to it and fetches from it for the block."""
     mode = Accelerator()
-    for name in ("send", "fetch"):
+    for name in ("send", "send_all", "fetch"):
         own = getattr(transfer, name)
         for key, module in list(sys.modules.items()):
             if key.startswith("counterpoise.") and getattr(module, name, None) is own:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from counterpoise.maths.head import head_kl, head_logits, head_scores, logits_kl, logits_scores
-from counterpoise.maths.transfer import fetch, send
+from counterpoise.maths.transfer import fetch, send_all
 from counterpoise.policy.backbone import Backbone, backbone, evaluating
 from counterpoise.policy.pack import (
     Packed,
@@ -144,12 +144,15 @@ def _forward(
         parts = backbone(model)
         ref = None if ref_model is None else (ref_model, backbone(ref_model))
         share = shares_prompts(parts) and (ref is None or shares_prompts(ref[1]))
-        for picked in row_buckets(
-            prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
-        ):
-            row_B = torch.tensor(picked)
+        buckets = [
+            torch.tensor(bucket)
+            for bucket in row_buckets(
+                prompt_ids, response_lengths(mask_NT), settings.token_budget, share=share
+            )
+        ]
+        for row_B, sent_B in zip(buckets, send_all(buckets, model.device)):
             rows = pack_rows(
-                [prompt_ids[row] for row in picked],
+                [prompt_ids[row] for row in row_B.tolist()],
                 token_ids_NT[row_B],
                 mask_NT[row_B],
                 model.device,
@@ -162,7 +165,7 @@ def _forward(
             for name, value in bucket.items():
                 if name not in columns:
                     columns[name] = value.new_zeros(*mask_NT.shape, *value.shape[1:])
-                columns[name][send(row_B, value.device)[rows.row_M], rows.column_M] = value
+                columns[name][sent_B[rows.row_M], rows.column_M] = value
     return columns
 
 

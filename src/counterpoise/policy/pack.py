@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from counterpoise.maths.transfer import fetch, send
+from counterpoise.maths.transfer import fetch, send_all
 from counterpoise.policy.backbone import Backbone
 from counterpoise.policy.prefix import (
     Prefixes,
@@ -83,10 +83,9 @@ def pack_rows(
     own = response_lengths(mask_NT)
     layout = prefixes(prompt_ids, token_ids_NT, own, grain_of(device)) if share else None
     layout = layout or whole(prompt_ids, token_ids_NT, own, row_M, column_M)
-    index = row_M, column_M, token_ids_NT[row_M, column_M]
-    row_M, column_M, target_M = (send(part, device) for part in index)
-    layout = type(layout)(*(send(part, device) for part in layout))
-    return Packed(row_M, column_M, target_M, layout)
+    parts = (row_M, column_M, token_ids_NT[row_M, column_M], *layout)
+    row_M, column_M, target_M, *laid_out = send_all(parts, device)
+    return Packed(row_M, column_M, target_M, type(layout)(*laid_out))
 
 
 def whole(
