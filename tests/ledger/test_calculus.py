@@ -218,7 +218,7 @@ def test_the_largest_class_comes_for_free_from_the_whole_gradient():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = copy_params(trainable(model))
     (-(weights() * token_logp(model, PROMPTS, IDS_NT, MASK_NT)).sum()).backward()
-    total = {name: -p.grad.clone() for name, p in model.named_parameters()}
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     updates = response(optimizer, dict(model.named_parameters()))
     even_NT = IDS_NT % 2 == 0
@@ -229,11 +229,11 @@ def test_the_largest_class_comes_for_free_from_the_whole_gradient():
         reverse=lambda params, row_R: rows.extend(row_R.tolist()) or logprobs.reverse(params, row_R)
     )
     found = decompose(
-        counted, before, trainable(model), weights(), {"sign": by_sign()["sign"]}, updates, total
+        counted, before, trainable(model), weights(), {"sign": by_sign()["sign"]}, updates, whole
     )
     assert sorted(rows) in ([0, 2], [1, 3])  # one sign only
     expected = decompose(logprobs, before, trainable(model), weights(), classes, updates)
-    both = decompose(logprobs, before, trainable(model), weights(), classes, updates, total)
+    both = decompose(logprobs, before, trainable(model), weights(), classes, updates, whole)
     for axis, parts in expected.parts.items():
         for name, part_NT in parts.items():
             torch.testing.assert_close(both.parts[axis][name], part_NT, rtol=1e-8, atol=1e-11)

@@ -1,4 +1,6 @@
-"""The host waits for an accelerator once per update, and once more when it reads the table."""
+"""The host waits for an accelerator once per update, and once more when it reads the table; what
+it sends travels together.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from helpers.waits import accelerator
 PROMPTS = [[3, 4, 5], [6, 7], [3, 4, 5], [6, 7], [3, 4, 5], [6, 7]]
 LENGTHS = [7, 5, 6, 7, 2, 3]
 UPDATES = ([0, 2, 4], [1, 3, 5])
+MOST_SENDS = 10  # of an update whose rows are one pass
 
 
 class Trained:
@@ -64,16 +67,18 @@ def test_an_update_takes_one_wait(monkeypatch, name, tied):
     with accelerator(monkeypatch) as device:
         device.put([*model.parameters(), *model.buffers(), *columns])
         trained = Trained(model, columns)
-        waits = []
+        waits, sends = [], []
         for rows in UPDATES * 2:
             row_R = torch.tensor(rows)
             device.put([row_R])
             used = trained.update(row_R)
             device.put(state["step"] for state in trained.optimizer.state.values())
-            device.fetches, device.faults = 0, []
+            device.sends, device.fetches, device.faults = 0, 0, []
             trained.book.after(*used, clip_factor=0.5)
             waits.append((device.fetches, list(device.faults)))
-        assert waits[1:] == [(1, [])] * 3  # the first one measures the noise and tries the model
+            sends.append(device.sends)
+        assert waits[1:] == [(1, [])] * 3  # the first one tries the model
+        assert max(sends[1:]) <= MOST_SENDS
         device.fetches, device.faults = 0, []
         table, numbers = trained.book.columns, trained.book.taxes
         assert (device.fetches, device.faults) == (1, [])
@@ -93,6 +98,22 @@ def test_the_account_of_that_accelerator_is_that_of_a_cpu(monkeypatch):
         columns = account()
     assert columns.keys() == expected.keys()
     assert all(torch.equal(columns[k].nan_to_num(9), expected[k].nan_to_num(9)) for k in expected)
+
+
+def test_a_book_that_measures_the_noise_waits_as_any_other(monkeypatch):
+    model, columns = tiny("llama"), columns_of()
+    with accelerator(monkeypatch) as device:
+        device.put([*model.parameters(), *model.buffers(), *columns])
+        for number in range(2):  # the first one tries the model
+            trained = Trained(model, columns)
+            row_R = torch.tensor(UPDATES[0])
+            device.put([row_R])
+            used = trained.update(row_R)
+            device.put(state["step"] for state in trained.optimizer.state.values())
+            device.fetches, device.faults = 0, []
+            trained.book.after(*used)
+            assert number == 0 or (device.fetches, device.faults) == (1, [])
+        assert float(trained.book.columns["noise_floor"][0, 0]) > 0
 
 
 def test_waits_are_seen(monkeypatch):

@@ -24,14 +24,14 @@ from counterpoise.ledger.calculus.head_change import (
     HeadState,
     head_change,
 )
-from counterpoise.ledger.calculus.logprobs import Params, Texts, at, of_model
+from counterpoise.ledger.calculus.logprobs import Params, Texts, of_model
 from counterpoise.ledger.calculus.optimizers import Response, UnknownOptimizer, response
 from counterpoise.ledger.calculus.own import draw_tokens, lay_out, own_column, own_parts
+from counterpoise.ledger.calculus.places import at, parameters, walked_once
 from counterpoise.ledger.measures.changes import cancellation, change_sign
 from counterpoise.maths.columns import is_flip
 from counterpoise.maths.head import Head
-from counterpoise.maths.many import copies, negate_
-from counterpoise.maths.transfer import send
+from counterpoise.maths.transfer import send, send_all
 from counterpoise.policy import measure
 from counterpoise.policy.backbone import backbone, evaluating
 from counterpoise.policy.fused import has_triton_layers
@@ -53,17 +53,18 @@ class Scores(NamedTuple):
     entropy_NT: Tensor
     kl_NT: Tensor | None
     own_head_NT: Tensor | None
-    noise_floor: float
+    noise_floor: Tensor | float
 
 
 class Account(NamedTuple):
     """Columns of the token table for the update's rows, [N, T], on the CPU or where the model is;
-    ``notes`` say what is missing and why.
+    ``notes`` say what is missing and why; ``noise_floor`` is one number, there too where it was
+    measured.
     """
 
     columns: dict[str, Tensor]
     notes: list[str]
-    noise_floor: float
+    noise_floor: Tensor | float
 
 
 def account(
@@ -80,15 +81,15 @@ def account(
     kernels: Callable[[], AbstractContextManager] = nullcontext,
     *,
     is_batched: bool | None = True,
-    noise_floor: float | None = None,
+    noise_floor: Tensor | float | None = None,
     own_tokens: int = 0,
     seed: int = 0,
     count_P: Sequence[float] | None = None,
 ) -> Account:
     """Account for the update that led from ``before`` to the model's present parameters.
 
-    The host does not wait for an accelerator, unless it has to measure the noise floor or to read
-    ``count_P``, or sees a model for the first time.
+    The host does not wait for an accelerator, unless it has to read ``count_P`` or sees a model for
+    the first time.
 
     Args:
         model, optimizer: after the update.
@@ -110,54 +111,61 @@ def account(
         own_tokens: of how many tokens the own part is computed, drawn with ``seed``.
         count_P: updates of each parameter, see ``optimizers.update_counts``; None reads them.
     """
-    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    updates, notes = None, []
-    try:
-        updates = response(optimizer, live, count_P)
-    except UnknownOptimizer as unknown:
-        notes.append(str(unknown))
-    weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
-    num = own_tokens if updates is not None else 0
-    tokens = draw_tokens(weight_NT, num, torch.Generator().manual_seed(seed))
-    laid_out = lay_out(model, texts, before, tokens)
-    scores = score_update(model, before, texts, head_response(model, updates), noise_floor, kernels)
-    columns = update_columns(rows, loss, scores)
+    with evaluating(model), walked_once(model):
+        live = {name: p for name, p in parameters(model).items() if p.requires_grad}
+        updates, notes = None, []
+        try:
+            updates = response(optimizer, live, count_P)
+        except UnknownOptimizer as unknown:
+            notes.append(str(unknown))
+        weight_NT = loss.coef_NT * rows.scale_NT * clip_factor
+        num = own_tokens if updates is not None else 0
+        tokens = draw_tokens(weight_NT, num, torch.Generator().manual_seed(seed))
+        laid_out = lay_out(model, texts, before, tokens)
+        scores = score_update(
+            model, before, texts, head_response(model, updates), noise_floor, kernels
+        )
+        sent_NT, sign_NT = send_all([weight_NT, rows.sign_NT], model.device)
+        columns = update_columns(rows, loss, scores, sign_NT)
+        notes += _head_notes(scores, updates)
+        if scores.own_head_NT is not None:
+            columns["own_head"] = sent_NT * scores.own_head_NT
+        if updates is not None and own_tokens:
+            part_S = own_parts(model, texts, before, updates, laid_out, autocast, kernels)
+            columns["own"] = own_column(weight_NT, tokens, part_S)
+        if is_batched is None:
+            return Account(columns, notes, scores.noise_floor)
+        after = {name: p.detach() for name, p in live.items()}
+        parts = decompose(
+            of_model(model, texts, autocast, kernels),
+            before,
+            after,
+            weight_NT,
+            classes,
+            updates,
+            gradient,
+            is_batched=is_batched,
+        )
+        columns["predicted"] = parts.predicted_NT
+        if "own" in columns:
+            columns["others"] = parts.predicted_NT - columns["own"]
+        columns |= part_columns(parts.parts)
+        return Account(columns, notes, scores.noise_floor)
+
+
+def _head_notes(scores: Scores, updates: Response | None) -> list[str]:
+    """What the head does not allow to tell."""
     if scores.kl_NT is None:
-        notes.append(
+        return [
             "the model's head is not a plain linear layer: the table has no KL (no learning tax)"
             " and no own part of the head."
-        )
-    elif scores.own_head_NT is None and updates is not None:
-        notes.append(
+        ]
+    if scores.own_head_NT is None and updates is not None:
+        return [
             "the model's head is not trained (adapters?): tokens have no own part through it, so"
             " own_head is empty."
-        )
-    if scores.own_head_NT is not None:
-        columns["own_head"] = send(weight_NT, model.device) * scores.own_head_NT
-    if updates is not None and own_tokens:
-        part_S = own_parts(model, texts, before, updates, laid_out, autocast, kernels)
-        columns["own"] = own_column(weight_NT, tokens, part_S)
-    if is_batched is None:
-        return Account(columns, notes, scores.noise_floor)
-    after = {name: p.detach() for name, p in live.items()}
-    total = None
-    if gradient is not None:
-        total = dict(zip(before, negate_(copies(gradient[name] for name in before))))
-    parts = decompose(
-        of_model(model, texts, autocast, kernels),
-        before,
-        after,
-        weight_NT,
-        classes,
-        updates,
-        total,
-        is_batched=is_batched,
-    )
-    columns["predicted"] = parts.predicted_NT
-    if "own" in columns:
-        columns["others"] = parts.predicted_NT - columns["own"]
-    columns |= part_columns(parts.parts)
-    return Account(columns, notes, scores.noise_floor)
+        ]
+    return []
 
 
 def score_update(
@@ -165,7 +173,7 @@ def score_update(
     before: Params,
     texts: Texts,
     updates: HeadResponse | None,
-    noise_floor: float | None = None,
+    noise_floor: Tensor | float | None = None,
     kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Scores:
     """Log-probs at both parameter settings, in the same forward and through the same layers; the
@@ -186,7 +194,7 @@ def score_update(
     return Scores(*change, noise_floor=floor)
 
 
-def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT: Tensor) -> float:
+def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT: Tensor) -> Tensor:
     """The largest gap when every fourth row is scored once more without an update.
 
     In another cut and with the maths path of attention, so that rounding shows even where a kernel
@@ -196,11 +204,16 @@ def measured_noise(model: PreTrainedModel, before: Params, texts: Texts, logp_NT
         repeat_RT = at(model, before, lambda m: _measure(m, again, {"trainer_logp_NT"}))[
             "trainer_logp_NT"
         ]
-    return float((logp_NT[::NOISE_STRIDE] - repeat_RT).abs()[again.mask_NT].max())
+    # both are 0 on padding
+    return (logp_NT[::NOISE_STRIDE] - repeat_RT).abs().max()
 
 
-def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Tensor]:
-    """What the update used and what it did, before any prediction."""
+def update_columns(
+    rows: Rows, loss: TokenLoss, scores: Scores, sign_NT: Tensor
+) -> dict[str, Tensor]:
+    """What the update used and what it did, before any prediction; ``sign_NT`` of the rows, where
+    the scores are.
+    """
     delta_NT = scores.logp_after_NT - scores.logp_before_NT
     change_NT = change_sign(delta_NT, scores.noise_floor)
     column = {
@@ -208,9 +221,9 @@ def update_columns(rows: Rows, loss: TokenLoss, scores: Scores) -> dict[str, Ten
         "trainer_logp": scores.logp_before_NT,
         "trainer_logp_after": scores.logp_after_NT,
         "delta": delta_NT,
-        "noise_floor": torch.full_like(delta_NT, scores.noise_floor),
+        "noise_floor": torch.zeros_like(delta_NT) + scores.noise_floor,
         "change": change_NT,
-        "is_flip": is_flip(change_NT, send(rows.sign_NT, change_NT.device)),
+        "is_flip": is_flip(change_NT, sign_NT),
         "entropy": scores.entropy_NT,
     }
     return column if scores.kl_NT is None else column | {"kl": scores.kl_NT}
@@ -249,7 +262,7 @@ def head_response(model: PreTrainedModel, updates: Response | None) -> HeadRespo
     head = backbone(model).head
     if updates is None or head is None:
         return None
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in parameters(model).items()}
     weight = updates.get(names.get(id(head.weight_VD), ""))
     bias = 0.0 if head.bias_V is None else updates.get(names.get(id(head.bias_V), ""), 0.0)
     return None if weight is None else HeadResponse(weight, bias)
@@ -276,11 +289,12 @@ def _change(
     columns: list[Tensor | None] = [None] * len(HeadChange._fields)
     with evaluating(model):
         share, fused = shares_prompts(backbone(model)), has_triton_layers(model)
-        for picked in texts.cut(share)(range(len(texts.mask_NT)), texts.token_budget):
-            row_B = torch.tensor(picked)
-            ids_BT, mask_BT = texts.token_ids_NT[row_B], texts.mask_NT[row_B]
-            prompts = [texts.prompt_ids[row] for row in picked]
-            rows = pack_rows(prompts, ids_BT, mask_BT, model.device, share=share)
+        cut = texts.cut(share)(range(len(texts.mask_NT)), texts.token_budget)
+        buckets = [torch.tensor(bucket) for bucket in cut]
+        for row_B, sent_B in zip(buckets, send_all(buckets, model.device)):
+            some = texts.select(row_B)
+            columns_BT = some.prompt_ids, some.token_ids_NT, some.mask_NT
+            rows = pack_rows(*columns_BT, model.device, share=share)
             change = head_change(
                 at(model, before, partial(packed_state, rows=rows)),
                 packed_state(model, rows),
@@ -289,7 +303,7 @@ def _change(
                 response=updates,
                 fused=fused,
             )
-            place = send(row_B, model.device)[rows.row_M], rows.column_M
+            place = sent_B[rows.row_M], rows.column_M
             for number, value_M in enumerate(change):
                 if value_M is not None:
                     column_NT = columns[number]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from counterpoise.ledger.account import account
 from counterpoise.ledger.calculus.decompose import forward_mode
-from counterpoise.ledger.calculus.logprobs import Params, Texts, copy_params, of_model, trainable
+from counterpoise.ledger.calculus.logprobs import Params, Texts, copy_params, of_model
 from counterpoise.ledger.calculus.optimizers import update_counts
 from counterpoise.ledger.measures.categories import categories, name_tokens
 from counterpoise.ledger.measures.classes import Facts, check_axes, token_classes
@@ -115,7 +115,8 @@ class Book:
         self._taxes: list[dict[str, float]] = []
         self._entries: list[Entry] = []  # not in the columns yet
         self.residuals: list[dict[str, float]] = []
-        self._noise_floor: float | None = None
+        self._noise_floor: Tensor | float | None = None
+        self._live: dict[str, nn.Parameter] = {}  # of the update that is watched
         self._before: Params | None = None
         self._gradient: Params | None = None
         self._hook: Any = None
@@ -136,7 +137,9 @@ class Book:
         """Keep the parameters, and the gradient when the optimizer gets it; call just before an
         update.
         """
-        self._before, self._gradient = copy_params(trainable(self.model)), None
+        self._live = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self._before = copy_params({name: p.detach() for name, p in self._live.items()})
+        self._gradient = None
         self._hook = self.optimizer.register_step_pre_hook(self._keep_gradient)
 
     def after(self, rows: Rows, loss: TokenLoss, clip_factor: float = 1.0) -> None:
@@ -151,8 +154,7 @@ class Book:
             clip_factor: by which the gradient was scaled before the batch.
         """
         assert self._before is not None, "before() comes before after()"
-        live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        known = read_update(rows, loss, update_counts(self.optimizer, live))
+        known = read_update(rows, loss, update_counts(self.optimizer, self._live))
         row_R = known.rows.row_R
         texts = self.texts.select(row_R)
         entry = account(
@@ -186,7 +188,7 @@ class Book:
 
     def let_go(self) -> None:
         """Keep nothing of the update: it is accounted for, or there is no memory to do it."""
-        self._before = self._gradient = None
+        self._before, self._gradient, self._live = None, None, {}
         if self._hook is not None:
             self._hook.remove()
 
@@ -219,7 +221,7 @@ class Book:
         return is_batched
 
     def _keep_gradient(self, *_: Any) -> None:
-        live = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        live = self._live
         self._gradient = copy_params({n: p.grad for n, p in live.items() if p.grad is not None})
         self._gradient |= {n: torch.zeros_like(p) for n, p in live.items() if p.grad is None}
 

@@ -36,6 +36,11 @@ def subtract_(targets: list[Tensor], others: Sequence[Tensor]) -> None:
         torch._foreach_sub_(targets, list(others))
 
 
+def zero_(targets: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_zero_(targets)
+
+
 def negate_(targets: list[Tensor]) -> list[Tensor]:
     if targets:
         torch._foreach_neg_(targets)

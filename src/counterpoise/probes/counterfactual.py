@@ -75,7 +75,7 @@ def enters(rows: Rows, signs: tuple[int, ...]) -> Tensor:
     return torch.isin(rows.sign_NT.long(), wanted) & rows.mask_NT
 
 
-def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
+def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, Tensor | float]:
     """The change of every token under a variant, [R, T], and the noise floor."""
     if variant == "head":
         change = try_update(scene, rows)
@@ -91,7 +91,7 @@ def deltas(scene: Scene, rows: Rows, variant: str) -> tuple[Tensor, float]:
 
 
 def token_columns(
-    scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: float
+    scene: Scene, rows: Rows, variant: str, delta_RT: Tensor, noise_floor: Tensor | float
 ) -> Columns:
     """One row per token."""
     mask_RT, names = rows.mask_NT, scene.categories(rows.row_R)

@@ -13,7 +13,7 @@ Axes: N rollouts of the update, T response tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params
 from counterpoise.ledger.calculus.optimizers import Response
 from counterpoise.maths import many
-from counterpoise.maths.transfer import send
+from counterpoise.maths.transfer import send_all
 from counterpoise.run.schema import REST
 
 
@@ -64,13 +64,11 @@ def change_along(
     num = len(next(iter(direction_C.values())))
     change = logprobs.along or partial(_differentiate, logprobs.forward, is_batched=is_batched)
     is_one_by_one = logprobs.along is None and not is_batched
-    parts = [
-        (row_R, change(params, direction_C, row_R))
-        for row_R in logprobs.forward_chunks(1 if is_one_by_one else num)
-    ]
-    out_CNT = parts[0][1].new_zeros((num, *logprobs.mask_NT.shape))
-    for row_R, change_CRT in parts:
-        out_CNT[:, send(row_R, out_CNT.device)] = change_CRT
+    chunks = list(logprobs.forward_chunks(1 if is_one_by_one else num))
+    parts = [change(params, direction_C, row_R) for row_R in chunks]
+    out_CNT = parts[0].new_zeros((num, *logprobs.mask_NT.shape))
+    for row_R, change_CRT in zip(send_all(chunks, out_CNT.device), parts):
+        out_CNT[:, row_R] = change_CRT
     return torch.where(logprobs.mask_NT, out_CNT, 0)
 
 
@@ -99,23 +97,45 @@ def class_gradients(logprobs: LogProbs, params: Params, weight_CNT: Tensor) -> P
     rollouts) cost one forward and backward together; a row without weight costs nothing; otherwise
     one forward and a backward a class. Weights on the CPU spare the host a wait."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    out = {name: value.new_zeros((len(weight_CNT), *value.shape)) for name, value in params.items()}
-    for classes, rows in _by_classes(weight_CNT).items():
-        for row_R in logprobs.chunks(rows):
-            with torch.enable_grad():
-                logp_RT = logprobs.reverse(leaves, row_R)
-            for c in classes:
-                weight_RT = send(weight_CNT[c, row_R], logp_RT.device).to(logp_RT.dtype)
-                grads = torch.autograd.grad(
-                    logp_RT,
-                    list(leaves.values()),
-                    weight_RT,
-                    retain_graph=c != classes[-1],
-                    allow_unused=True,
-                )
-                used = [(out[name][c], g) for name, g in zip(leaves, grads) if g is not None]
-                many.add_([slot for slot, _ in used], [grad for _, grad in used])
+    out = {name: value.new_empty((len(weight_CNT), *value.shape)) for name, value in params.items()}
+    empty = set(range(len(weight_CNT)))  # classes that have no gradient so far
+    cuts = [
+        (classes, row_R)
+        for classes, rows in _by_classes(weight_CNT).items()
+        for row_R in logprobs.chunks(rows)
+    ]
+    weights = [weight_CNT[list(classes)][:, row_R] for classes, row_R in cuts]
+    for (classes, row_R), weight_KRT in zip(cuts, send_all(weights, _device(params))):
+        with torch.enable_grad():
+            logp_RT = logprobs.reverse(leaves, row_R)
+        for c, weight_RT in zip(classes, weight_KRT.to(logp_RT.dtype)):
+            grads = torch.autograd.grad(
+                logp_RT,
+                list(leaves.values()),
+                weight_RT,
+                retain_graph=c != classes[-1],
+                allow_unused=True,
+            )
+            _gather(_slot(out, c), grads, is_first=c in empty)
+            empty.discard(c)
+    for c in empty:
+        many.zero_(_slot(out, c))
     return out
+
+
+def _gather(targets: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_first: bool) -> None:
+    """Gradients added to what is there, or put there if they come first; None is 0."""
+    used = [(target, grad) for target, grad in zip(targets, grads) if grad is not None]
+    slots, given = [target for target, _ in used], [grad for _, grad in used]
+    if not is_first:
+        many.add_(slots, given)
+        return
+    many.copy_(slots, given)
+    many.zero_([target for target, grad in zip(targets, grads) if grad is None])
+
+
+def _device(params: Params) -> torch.device:
+    return next(iter(params.values())).device
 
 
 def decompose(
@@ -125,7 +145,7 @@ def decompose(
     weight_NT: Tensor,
     classes: Mapping[str, Mapping[str, Tensor]],
     response: Response | None,
-    total: Params | None = None,
+    gradient: Params | None = None,
     *,
     is_batched: bool = True,
 ) -> Decomposition:
@@ -137,10 +157,9 @@ def decompose(
         classes: axis -> class -> mask [N, T]; the classes of an axis cover every token once. The
             host reads them and the weights: on the CPU that is no wait.
         response: the optimizer's response to a gradient; None gives the predicted change alone.
-        total: what the optimizer got, minus the gradient of the loss. With it the largest class of
-            each axis costs no backward: it is the total
-            minus the others, which is exact as long as nothing but the tokens of the update has a
-            gradient.
+        gradient: of the loss, what the optimizer got. With it the largest class of each axis costs
+            no backward: it is minus the gradient and minus the others, which is exact as long as
+            nothing but the tokens of the update has a gradient.
 
     A class without weight has part 0 and costs nothing.
     """
@@ -151,7 +170,9 @@ def decompose(
     }
     named = {} if response is None else named
     live = [key for key, part_NT in named.items() if bool(part_NT.any())]
-    direction_C = _gradients(logprobs, before, weight_NT, {key: named[key] for key in live}, total)
+    direction_C = _gradients(
+        logprobs, before, weight_NT, {key: named[key] for key in live}, gradient
+    )
     for c in range(1, 1 + len(live)):
         assert response is not None
         many.multiply_(_slot(direction_C, c), [response[name] for name in direction_C])
@@ -204,13 +225,13 @@ def _gradients(
     params: Params,
     weight_NT: Tensor,
     named: dict[tuple[str, str], Tensor],
-    total: Params | None,
+    gradient: Params | None,
 ) -> Params:
     """An empty slot, then the gradient of each named class."""
     keys = list(named)
     largest = (
         {}
-        if total is None
+        if gradient is None
         else {
             axis: max(of, key=lambda key: int(named[key].any(1).sum()))
             for axis, of in _by_axis(keys).items()
@@ -222,7 +243,7 @@ def _gradients(
     )
     gradient_C = class_gradients(logprobs, params, weight_CNT)
     for axis, key in largest.items():
-        assert total is not None
+        assert gradient is not None
         slot, others = (
             1 + keys.index(key),
             [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key],
@@ -230,7 +251,7 @@ def _gradients(
         largest_one = _slot(gradient_C, slot)  # empty so far
         for other in others:
             many.add_(largest_one, _slot(gradient_C, other))
-        many.add_(many.negate_(largest_one), [total[name] for name in gradient_C])
+        many.subtract_(many.negate_(largest_one), [gradient[name] for name in gradient_C])
     return gradient_C
 
 

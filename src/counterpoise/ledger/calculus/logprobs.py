@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from counterpoise.ledger.calculus.places import at
 from counterpoise.ledger.calculus.tangents import can_walk, logp_change
 from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.maths.many import copies
@@ -150,41 +151,6 @@ def trainable(model: nn.Module) -> Params:
 def copy_params(params: Params) -> Params:
     """A bit-exact copy."""
     return dict(zip(params, copies(params.values())))
-
-
-def at(model: nn.Module, params: Params, fn: Callable[[Any], Any]) -> Any:
-    """``fn(model)`` as if the model had other parameters; the model itself is not touched.
-
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> at(layer, {"weight": torch.tensor([[3.0]])}, lambda m: m(torch.tensor([2.0]))).item()
-    6.0
-    """
-    with swapped(model, params):
-        return fn(model)
-
-
-@contextmanager
-def swapped(model: nn.Module, params: Params) -> Iterator[None]:
-    """The model has other parameters for the block, a tied weight at all its places;
-    ``torch.func.functional_call`` does the same and walks through the modules several times.
-    """
-    names: dict[int, str] = {}  # a parameter -> its first name, as in named_parameters
-    places = [
-        (module._parameters, key, names.setdefault(id(own), f"{prefix}.{key}".lstrip(".")), own)
-        for prefix, module in model.named_modules()
-        for key, own in module._parameters.items()
-        if own is not None
-    ]
-    if unknown := params.keys() - names.values():
-        raise KeyError(f"{type(model).__name__} has no parameters {sorted(unknown)}")
-    held: Any
-    try:
-        for held, key, name, own in places:
-            held[key] = params.get(name, own)
-        yield
-    finally:
-        for held, key, _, own in places:
-            held[key] = own
 
 
 def of_model(

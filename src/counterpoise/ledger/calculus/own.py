@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from counterpoise.ledger.calculus.head_change import logit_slope
-from counterpoise.ledger.calculus.logprobs import LogProbs, Params, Texts, at, of_model
+from counterpoise.ledger.calculus.logprobs import LogProbs, Params, Texts, of_model
 from counterpoise.ledger.calculus.optimizers import Response
+from counterpoise.ledger.calculus.places import at, parameters, places
 from counterpoise.ledger.calculus.row_norms import (
     Call,
     CannotBatch,
@@ -34,7 +35,7 @@ from counterpoise.ledger.calculus.row_norms import (
     row_norms,
 )
 from counterpoise.maths.head import head_logits
-from counterpoise.maths.transfer import send
+from counterpoise.maths.transfer import send_all
 from counterpoise.policy.backbone import backbone, eager, evaluating
 from counterpoise.policy.fused import seen
 from counterpoise.policy.mix import product_dtype
@@ -109,7 +110,7 @@ def largest_by_row(model: PreTrainedModel, params: Params) -> int:
     table, head = model.get_input_embeddings(), backbone(model).head
     apart = {id(table.weight)} if is_embedding(table) else set()
     apart |= set() if head is None else {id(head.weight_VD)}
-    live = model.named_parameters()
+    live = parameters(model).items()
     return max((p.numel() for name, p in live if name in params and id(p) not in apart), default=1)
 
 
@@ -131,9 +132,9 @@ def own_column(weight_NT: Tensor, tokens: Sequence[Token], part_S: Tensor) -> Te
     out_NT = torch.full(weight_NT.shape, torch.nan, dtype=dtype, device=device)
     if tokens:
         row_S, position_S = torch.tensor(tokens).unbind(1)
-        weight_S = send(weight_NT[row_S, position_S], device)
-        place = send(row_S, device), send(position_S, device)
-        out_NT[place] = weight_S * part_S.to(dtype)
+        columns = (row_S, position_S, weight_NT[row_S, position_S])
+        row_S, position_S, weight_S = send_all(columns, device)
+        out_NT[row_S, position_S] = weight_S * part_S.to(dtype)
     return out_NT
 
 
@@ -281,7 +282,8 @@ def watch_layers(
                 uses.append(Use(layer, own, value.detach(), output, span))
 
     with seen(model, see) as told:
-        layers = [m for m in model.modules() if m not in told and own_names(m)]
+        called = (place.module for place in places(model) if place.module not in told)
+        layers = [layer for layer in dict.fromkeys(called) if own_names(layer)]
         hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
         try:
             yield uses

@@ -34,6 +34,7 @@ from counterpoise.ledger.calculus.layers import (
     project_heads,
     split_heads,
 )
+from counterpoise.ledger.calculus.places import parameters
 from counterpoise.maths.head import Head, head_logp_change
 from counterpoise.policy import logp_function
 from counterpoise.policy.architecture import why_not_llama_like
@@ -140,7 +141,7 @@ def logp_change(
         head: the model's; its weight is looked up in ``params``.
         fused: norm, rotation, gate and attention as Triton kernels.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in parameters(model).items()}
     num = len(next(iter(direction_C.values())))
     device, dtype = model.device.type, _product_dtype(model)
 
