@@ -275,7 +275,8 @@ def within_memory(book: Book | None, give_up: Callable[[str], None]) -> Iterator
 
 def _facts(batch: TokenBatch, credit: Credit, names: list[str], index_NT: Tensor) -> Facts:
     distinct = list(dict.fromkeys(names))
-    category_I = torch.tensor([distinct.index(name) for name in names])
+    number = {name: k for k, name in enumerate(distinct)}
+    category_I = torch.tensor([number[name] for name in names])
     columns = (batch.token_ids_NT, batch.mask_NT, batch.group_N, token_advantage(credit, batch))
     ids_NT, mask_NT, group_N, advantage_NT, logp_NT = fetch([*columns, batch.sampler_logp_NT])
     return Facts(

@@ -15,6 +15,7 @@ from counterpoise.ledger.calculus.head_kernel import CONFIDENT
 from counterpoise.ledger.measures.changes import correlation
 from counterpoise.ledger.measures.classes import Facts
 from counterpoise.maths.columns import by_sign
+from counterpoise.maths.select import picker
 from counterpoise.run.schema import PART_PREFIX, REST
 
 
@@ -27,7 +28,8 @@ def summary(facts: Facts, columns: dict[str, Tensor]) -> dict[str, float]:
         columns: [N, T] on the CPU, NaN where a rollout took part in no update.
     """
     trained_NT = facts.mask_NT.cpu() & ~columns["delta"].isnan()
-    flat = {name: value_NT[trained_NT] for name, value_NT in columns.items()}
+    pick = picker(trained_NT)
+    flat = {name: pick(value_NT) for name, value_NT in columns.items()}
     sets = token_sets(facts, trained_NT)
     out = {"noise_floor": float(flat["noise_floor"].max())}
     out |= _by_sign(flat, sets)
@@ -52,7 +54,8 @@ def token_sets(facts: Facts, trained_NT: Tensor) -> dict[str, Tensor]:
     sets |= {
         f"category/{name}": facts.category_NT == k for k, name in enumerate(facts.category_names)
     }
-    return {name: is_in_NT.cpu()[trained_NT] for name, is_in_NT in sets.items()}
+    pick = picker(trained_NT)
+    return {name: pick(is_in_NT.cpu()) for name, is_in_NT in sets.items()}
 
 
 def tax(kl_NT: Tensor | None, facts: Facts) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from counterpoise.ledger.measures.changes import CHANGES
 from counterpoise.ledger.measures.classes import Facts
+from counterpoise.maths.select import picker
 from counterpoise.maths.turns import token_advantage
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import PART_PREFIX, TOKEN_COLUMNS
 from counterpoise.types import Credit, TokenBatch
+
+Pick = Callable[[Tensor], Tensor]  # of a column [N, T] the tokens of the batch
 
 
 def token_table(
@@ -34,14 +37,14 @@ def token_table(
             update; ``vocabulary_index`` into
             ``vocabulary``.
     """
-    mask_NT = batch.mask_NT.cpu()
-    flat = {name: value_NT[mask_NT] for name, value_NT in columns.items()}
+    pick = picker(batch.mask_NT.cpu())
+    flat = {name: pick(value_NT) for name, value_NT in columns.items()}
     out = {name: _numbers(value) for name, value in flat.items() if name in TOKEN_COLUMNS}
     out |= {name: _numbers(value) for name, value in flat.items() if name.startswith(PART_PREFIX)}
-    out |= _known(batch_number, batch, credit, mask_NT) | _shared(facts, mask_NT)
+    out |= _known(batch_number, batch, credit, pick) | _shared(facts, pick)
     index = flat["vocabulary_index"]
     out["text"] = _strings(index, vocabulary)
-    out["category"] = _strings(facts.category_NT.cpu()[mask_NT], facts.category_names)
+    out["category"] = _strings(pick(facts.category_NT.cpu()), facts.category_names)
     if "change" in flat:
         out |= _labels(flat)
     missing = {name: _nulls(len(index)) for name in TOKEN_COLUMNS if name not in out}
@@ -69,7 +72,7 @@ def join_passes(tables: Sequence[Columns], num_updates: int) -> Columns:
     return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
-def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor) -> dict[str, Any]:
+def _known(batch_number: int, batch: TokenBatch, credit: Credit, pick: Pick) -> dict[str, Any]:
     """Columns of the batch and its credit."""
     rollout_N1 = torch.arange(batch.num_rollouts)[:, None]
     advantage_NT = token_advantage(credit, batch)
@@ -77,7 +80,7 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         "batch": torch.full_like(rollout_N1, batch_number),
         "group": batch.group_N[:, None],
         "rollout": rollout_N1,
-        "position": torch.arange(mask_NT.shape[1])[None],
+        "position": torch.arange(batch.mask_NT.shape[1])[None],
         "token_id": batch.token_ids_NT,
         "reward": batch.reward_N[:, None],
         "advantage": credit.advantage_N[:, None],
@@ -91,8 +94,8 @@ def _known(batch_number: int, batch: TokenBatch, credit: Credit, mask_NT: Tensor
         columns["sampler_gap"] = batch.trainer_logp_NT - batch.sampler_logp_NT
     if batch.turn_NT is not None:
         columns |= {"turn": batch.turn_NT, "turn_advantage": advantage_NT}
-    flat = {name: value.cpu().expand_as(mask_NT)[mask_NT] for name, value in columns.items()}
-    read = {name: value.cpu()[mask_NT] for name, value in _read(batch).items()}
+    flat = {name: pick(value.cpu()) for name, value in columns.items()}
+    read = {name: pick(value.cpu()) for name, value in _read(batch).items()}
     return {name: value.numpy() for name, value in flat.items()} | {
         name: _numbers(value) for name, value in read.items()
     }
@@ -115,7 +118,7 @@ def _read(batch: TokenBatch) -> dict[str, Tensor]:
     return columns
 
 
-def _shared(facts: Facts, mask_NT: Tensor) -> dict[str, Any]:
+def _shared(facts: Facts, pick: Pick) -> dict[str, Any]:
     shared = facts.sharing
     columns = {
         "node": shared.node_NT,
@@ -123,7 +126,7 @@ def _shared(facts: Facts, mask_NT: Tensor) -> dict[str, Any]:
         "node_negative": shared.negative_NT,
     }
     columns |= {"is_fully_shared": shared.is_full_NT, "is_fork": shared.is_fork_NT}
-    return {name: value.cpu()[mask_NT].numpy() for name, value in columns.items()}
+    return {name: pick(value.cpu()).numpy() for name, value in columns.items()}
 
 
 def _labels(flat: dict[str, Tensor]) -> dict[str, Any]:

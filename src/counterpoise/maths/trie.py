@@ -30,10 +30,10 @@ class PrefixNodes(NamedTuple):
 
     def sum(self, value_NT: Tensor) -> Tensor:
         """Sum of a token column over each node, [M]."""
-        is_token_NT = self.node_NT >= 0
-        return value_NT.new_zeros(len(self.size_M)).index_add(
-            0, self.node_NT[is_token_NT], value_NT[is_token_NT]
-        )
+        num = len(self.size_M)  # the number of what is no token: added up too, and dropped
+        node_NT = torch.where(self.node_NT >= 0, self.node_NT, num)
+        out_M = value_NT.new_zeros(num + 1).index_add_(0, node_NT.flatten(), value_NT.flatten())
+        return out_M[:num]
 
 
 def pair_index(first_M: Tensor, second_M: Tensor) -> tuple[Tensor, int]:

@@ -8,6 +8,7 @@ it may use other names."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 
@@ -71,6 +72,7 @@ def categories(texts: Sequence[str]) -> list[str]:
     return [category(text) for text in texts]
 
 
+@functools.lru_cache(maxsize=1 << 18)  # a vocabulary: batch after batch asks for the same texts
 def category(text: str) -> str:
     """The category of one token text."""
     bare = text.translate(_MARKS).strip()
