@@ -30,6 +30,7 @@ from counterpoise.policy.joined import (
     join_projections,
     projections,
     split_projections,
+    split_together,
 )
 from counterpoise.policy.mix import (
     Kernels,
@@ -127,7 +128,7 @@ def _not_called(layer: Any, joins: bool) -> Iterator[nn.Module]:
 class _Weights:
     """The joined projections of a forward: under autocast, or wherever the kernels join, made when
     its first layer asks (a thread has its own); in float32 without gradient split for tensor cores,
-    of one layer at a time.
+    of a few layers at a time.
 
     None where there are none: float32 with a gradient and kernels that join under autocast alone,
     adapters, or layers that the backward computes again, which has to find there what the forward
@@ -137,6 +138,7 @@ class _Weights:
         self.layers, self.always = list(decoder.layers), kernels.joins_always
         self.can_join = not has_checkpointing(decoder) and can_join(self.layers)
         self.own, self.see = threading.local(), _look_away
+        self._together: list[list[Any]] | None = None
 
     def joins(self, device: str) -> bool:
         """Whether projections that read the same states are one product, with a gradient."""
@@ -148,11 +150,27 @@ class _Weights:
         has_autocast = torch.is_autocast_enabled(device)
         if not self.joins(device):
             is_split = not torch.is_grad_enabled() and can_split(layer.mlp.down_proj.weight)
-            return split_projections(layer) if is_split else None
+            return self._split(layer) if is_split else None
         if layer is self.layers[0]:
             dtype = torch.get_autocast_dtype(device) if has_autocast else torch.float32
             self.own.joined = dict(zip(self.layers, join_projections(self.layers, dtype)))
         return self.own.joined[layer]
+
+    def _split(self, layer: Any) -> Joined:
+        """Made when the first of the layers that are split together asks, and let go by each that
+        was told: a forward goes through all layers in their order.
+        """
+        if layer is self.layers[0]:
+            self.own.split = {}
+        if layer not in self.own.split:
+            together = next(group for group in self._groups() if layer in group)
+            self.own.split |= zip(together, split_projections(together))
+        return self.own.split.pop(layer)
+
+    def _groups(self) -> list[list[Any]]:
+        if self._together is None:
+            self._together = split_together(self.layers)
+        return self._together
 
 
 def _why_not_layers(decoder: Any) -> str | None:

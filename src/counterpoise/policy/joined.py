@@ -7,27 +7,27 @@ Products are those of autocast, up to the order of their sums, and gradients are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from counterpoise.policy.split import split_product
+from counterpoise.policy.split import MOST_NUMBERS, parts_product, split_product, split_weights
 
 
 class Product(NamedTuple):
-    """One or more projections: ``x W^T + b``, results one after the other; ``is_split`` takes
-    float32 apart for tensor cores.
+    """One or more projections: ``x W^T + b``, results one after the other; ``multiply`` is another
+    way to it, for a weight made for it.
     """
 
     weight: Tensor
     bias: Tensor | None
-    is_split: bool = False
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def of(self, x: Tensor) -> Tensor:
-        return (split_product if self.is_split else F.linear)(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
 
 
 class Joined(NamedTuple):
@@ -81,14 +81,49 @@ def join_projections(layers: Sequence[Any], dtype: torch.dtype) -> list[Joined]:
     return [Joined(*(next(products) for _ in Joined._fields)) for _ in layers]
 
 
+def split_together(layers: Sequence[Any]) -> list[list[Any]]:
+    """Layers whose projections are split at once: neighbours of the same sizes, as many as
+    ``MOST_NUMBERS`` allow.
+    """
+    out: list[list[Any]] = []
+    shapes: list[torch.Size] | None = None
+    for layer in layers:
+        weights: list[Any] = [one.weight for group in projections(layer) for one in group]
+        here = [weight.shape for weight in weights]
+        most = MOST_NUMBERS // sum(weight.numel() for weight in weights)
+        if out and here == shapes and len(out[-1]) < most:
+            out[-1].append(layer)
+        else:
+            out.append([layer])
+        shapes = here
+    return out
+
+
 @torch.no_grad()
-def split_projections(layer: Any) -> Joined:
-    """Those of one layer in float32, for products on tensor cores; no gradient."""
+def split_projections(layers: Sequence[Any]) -> list[Joined]:
+    """The projections of layers that are ``split_together``, in float32, for products on tensor
+    cores; no gradient. Those of a layer too large to have in parts are split where they multiply.
+    """
+    kinds = list(zip(*(projections(layer) for layer in layers)))  # each of every layer
+    biases = [[_bias(group) for group in groups] for groups in kinds]
+    if len(layers) == 1:
+        weights = [[_cat(group, "weight") for group in groups] for groups in kinds]
+        multiply = split_product
+    else:
+        weights = [
+            split_weights([[linear.weight for linear in group] for group in groups])
+            for groups in kinds
+        ]
+        multiply = parts_product
     products = [
-        Product(_cat(group, "weight"), None if group[0].bias is None else _cat(group, "bias"), True)
-        for group in projections(layer)
+        [Product(weight, bias, multiply) for weight, bias in zip(*both)]
+        for both in zip(weights, biases)
     ]
-    return Joined(*products)
+    return [Joined(*of_layer) for of_layer in zip(*products)]
+
+
+def _bias(group: Sequence[nn.Module]) -> Tensor | None:
+    return None if group[0].bias is None else _cat(group, "bias")
 
 
 def _cat(group: Sequence[nn.Module], kind: str) -> Tensor:

@@ -7,7 +7,7 @@ inside torch's own kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,27 @@ def split_product(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) ->
         outs = [F.linear(parts, right_parts(some)) for some in weight_ND.split(size)]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     return out if bias_N is None else out.add_(bias_N)
+
+
+@torch.no_grad()
+def parts_product(x: Tensor, parts_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """``split_product`` with a weight that is split already."""
+    from counterpoise.policy.kernels.triton_split import left_parts
+
+    with tensor_cores():
+        out = F.linear(left_parts(x), parts_NE)
+    return out if bias_N is None else out.add_(bias_N)
+
+
+@torch.no_grad()
+def split_weights(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Weights of one input size for ``parts_product``: those of each list joined, all of them split
+    at once.
+    """
+    from counterpoise.policy.kernels.triton_split import right_parts
+
+    sizes = [sum(map(len, group)) for group in weights]
+    return list(right_parts(torch.cat([part for group in weights for part in group])).split(sizes))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def _join(parts: Sequence[Moving], dtype: torch.dtype) -> Moving:
     changes = [part.change for part in parts]
     moving = [change for change in changes if change is not None]
-    if len(moving) == len(parts) and moving[0].is_cuda:
+    if len(moving) == len(parts) > 1 and moving[0].is_cuda:
         return join_at_once(parts, dtype)
     values = [part.value.to(dtype) for part in parts]
     if not moving:
