@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +49,9 @@ def splits(monkeypatch):
 def test_layers_split_together_multiply_as_layers_split_alone(
     splits, monkeypatch, name, num_together
 ):
-    decoder = tiny(name, num_hidden_layers=5).model
-    size = sum(p.weight.numel() for group in joined.projections(decoder.layers[0]) for p in group)
+    decoder: Any = tiny(name, num_hidden_layers=5).model
+    of_first: Any = joined.projections(decoder.layers[0])
+    size = sum(linear.weight.numel() for group in of_first for linear in group)
     monkeypatch.setattr(joined, "MOST_NUMBERS", num_together * size)
     weights = _Weights(decoder, KERNELS)
     for _ in range(2):
@@ -59,7 +61,8 @@ def test_layers_split_together_multiply_as_layers_split_alone(
                 made = weights.of(layer, "cpu")
             assert made is not None
             num_splits = len(splits)
-            for product, group in zip(made, joined.projections(layer)):
+            groups: Any = joined.projections(layer)
+            for product, group in zip(made, groups):
                 x = torch.randn(5, group[0].in_features, generator=torch.Generator().manual_seed(1))
                 whole = torch.cat([linear.weight for linear in group])
                 bias = None if group[0].bias is None else torch.cat([p.bias for p in group])
