@@ -142,6 +142,9 @@ def columns_page() -> str:
         column_table(schema.ROLLOUT_COLUMNS),
         "Where the grader says something of an answer, as [tests of code](../guides/code.md) do:",
         column_table(schema.FEEDBACK_COLUMNS),
+        "Where a reward function that was named says [what counts as success]"
+        "(../guides/success.md), inside TRL `success_reward`:",
+        column_table(schema.SUCCESS_COLUMNS),
         "Where a method [values prefixes](../methods/prefix_value.md) by fresh completions:",
         column_table(schema.VALUE_COLUMNS),
         "Where the trainer scored the rollouts before its first update (methods that read it, and"

@@ -16,6 +16,7 @@ from counterpoise.errors import check_whole
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit
 from counterpoise.run.read import RunFolder, batch_files, open_run
+from counterpoise.run.solved import SUCCESS_COLUMN
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
 
@@ -91,9 +92,8 @@ def read_batch(file: Path, success: float | None) -> tuple[TokenBatch, Tensor | 
     from counterpoise.run.parquet import column_names, require_columns
 
     advice = f"Expected one row per rollout with {', '.join(NEEDED)}."
-    has_advantage = "advantage" in column_names(file)
-    names = (*NEEDED, "advantage") if has_advantage else NEEDED
-    column = require_columns(file, names, advice).to_pydict()
+    more = [name for name in ("advantage", SUCCESS_COLUMN) if name in column_names(file)]
+    column = require_columns(file, (*NEEDED, *more), advice).to_pydict()
     ids = column["token_ids"]
     batch = TokenBatch.from_lists(
         ids,
@@ -101,8 +101,9 @@ def read_batch(file: Path, success: float | None) -> tuple[TokenBatch, Tensor | 
         reward=column["reward"],
         sampler_logp=[[0.0] * len(row) for row in ids],
         success=success,
+        success_N=torch.tensor(column[SUCCESS_COLUMN]) if SUCCESS_COLUMN in column else None,
     )
-    return batch, torch.tensor(column["advantage"]) if has_advantage else None
+    return batch, torch.tensor(column["advantage"]) if "advantage" in column else None
 
 
 def plans_of(

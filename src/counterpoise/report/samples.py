@@ -11,6 +11,7 @@ import numpy as np
 from counterpoise.report.overview import Table
 from counterpoise.report.tokens import Frame, TopToken, has, to_types, tokens_of, top_tokens
 from counterpoise.run.read import RunFolder
+from counterpoise.run.solved import SUCCESS_COLUMN
 from counterpoise.text import number, percent, shorten, visible
 
 NUMBERS = ("group", "rollout", "reward", "advantage")
@@ -93,6 +94,7 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
         "answer",
         "text",
         "reward",
+        SUCCESS_COLUMN,
         "advantage",
         "stop_reason",
         "token_ids",
@@ -106,13 +108,14 @@ def sample_prompts(run: RunFolder, batch: int | None = None, num: int = 3) -> li
     of_batch = tokens_of(run, at) if at in run.batches("tokens") else None
     tokens = of_batch[1] if of_batch else None
     column = colour_column(tokens)
+    rollouts["solved"] = run.solved(rollouts)
     mixed = (
-        rollouts.groupby("group")["reward"]
-        .agg(lambda r: min((r >= run.success).mean(), (r < run.success).mean()))
+        rollouts.groupby("group")["solved"]
+        .agg(lambda solved: min(solved.mean(), 1 - solved.mean()))
         .sort_values(ascending=False, kind="stable")
     )
     return [
-        _prompt(run, at, rollouts[rollouts["group"] == group], tokens, column)
+        _prompt(at, rollouts[rollouts["group"] == group], tokens, column)
         for group in mixed.index[:num]
     ]
 
@@ -163,7 +166,9 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
     for batch in reversed(run.batches("plan")):
         plan, table = (
             run.plan(batch),
-            run.table("rollouts", batch, ("group", "reward", "advantage", "loss_mask")),
+            run.table(
+                "rollouts", batch, ("group", "reward", SUCCESS_COLUMN, "advantage", "loss_mask")
+            ),
         )
         if plan is None:
             continue
@@ -172,7 +177,9 @@ def plan_table(run: RunFolder) -> tuple[int, Table] | None:
             if table is not None and {"group", "reward"} <= set(table.column_names)
             else None
         )
-        rows = [_plan_row(k, part, rollouts, run.success) for k, part in enumerate(plan["rows"])]
+        if rollouts is not None:
+            rollouts["solved"] = run.solved(rollouts)
+        rows = [_plan_row(k, part, rollouts) for k, part in enumerate(plan["rows"])]
         head = ["update", "rollouts", "prompts", "tokens", "positive share", "sum of advantage"]
         return batch, Table(head, rows, [""] * len(rows), numeric=(1, 2, 3, 4, 5))
     return None
@@ -187,10 +194,10 @@ def _batch(run: RunFolder, batch: int | None) -> int | None:
     return both[-1] if both else None
 
 
-def _prompt(
-    run: RunFolder, batch: int, rows: Frame, tokens: Frame | None, column: str
-) -> SamplePrompt:
-    best, worst = rows["reward"].idxmax(), rows["reward"].idxmin()
+def _prompt(batch: int, rows: Frame, tokens: Frame | None, column: str) -> SamplePrompt:
+    by = ["solved", "reward"]
+    best = rows.sort_values(by, ascending=False, kind="stable").index[0]
+    worst = rows.sort_values(by, kind="stable").index[0]
     first = rows.iloc[0]
     return SamplePrompt(
         batch=batch,
@@ -199,7 +206,7 @@ def _prompt(
         group=int(first["group"]),
         prompt=visible(first.get("prompt"), "\n"),
         answer=visible(first.get("answer"), "\n"),
-        solved=f"{int((rows['reward'] >= run.success).sum())} of {len(rows)}",
+        solved=f"{int(rows['solved'].sum())} of {len(rows)}",
         samples=[
             _sample(rows.loc[at].to_dict(), tokens, column) for at in dict.fromkeys([best, worst])
         ],
@@ -261,7 +268,7 @@ def _token(token: dict[Any, Any], column: str, limit: float) -> Token:
     )
 
 
-def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) -> list[str]:
+def _plan_row(at: int, part: list[int], rollouts: Frame | None) -> list[str]:
     if rollouts is None or max(part, default=-1) >= len(rollouts):
         return [str(at), str(len(part)), "–", "–", "–", "–"]
     rows = rollouts.iloc[part]
@@ -276,6 +283,6 @@ def _plan_row(at: int, part: list[int], rollouts: Frame | None, success: float) 
         str(len(part)),
         str(rows["group"].nunique()),
         tokens,
-        percent(float((rows["reward"] >= success).mean())),
+        percent(float(rows["solved"].mean())),
         advantage,
     ]

@@ -30,6 +30,7 @@ KINDS = {
     "group": "integers",
     "rollout": "integers",
     "reward": "numbers",
+    "success": "booleans",
     "advantage": "numbers",
     "prompt_id": "texts",
     "prompt": "texts",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from counterpoise.run.files import batch_of
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS, RENAMED_KEYS, SAME_FILES, SCHEMA_VERSION
+from counterpoise.run.solved import SUCCESS_COLUMN, solved
 from counterpoise.stage import SUCCESS, success_of
 from counterpoise.text import load_yaml, visible
 
@@ -65,6 +66,20 @@ class RunFolder:
             return SUCCESS
         given = success_of(task)
         return SUCCESS if given is None else given
+
+    def solved(self, rollouts: Mapping[str, Any]) -> list[bool]:
+        """Which rollouts count as solved, from their columns ``reward`` and, where a named reward
+        decides, ``success``.
+        """
+        settings = self.config.get("trl")
+        named = settings.get("success_reward") if isinstance(settings, dict) else None
+        if named is not None and SUCCESS_COLUMN not in rollouts:
+            self.note(
+                f"success_reward: {str(named)!r} decided what counts as solved, and rollouts of an"
+                f" earlier version have no column {SUCCESS_COLUMN!r}: a sum of rewards >="
+                f" {self.success:g} is counted."
+            )
+        return solved(rollouts, self.success)
 
     @functools.cached_property
     def metrics(self) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from counterpoise.rollouts import Conversation, RolloutBatch
 from counterpoise.run import parquet
 from counterpoise.run.files import Columns
 from counterpoise.run.schema import SAME_FILES, SCHEMA_VERSION
+from counterpoise.run.solved import SUCCESS_COLUMN
 from counterpoise.types import Credit, Prompt, TokenBatch, stack_batches
 
 READ = (  # columns that a RolloutBatch can be made again from
@@ -71,6 +72,7 @@ def rollout_columns(batch_number: int, rollouts: RolloutBatch, credit: Credit) -
         },
         **({} if batch.segment_NT is None else {SEGMENT: ragged(batch.segment_NT, row_NT)}),
         **({FEEDBACK: rollouts.feedback} if rollouts.feedback else {}),
+        **({} if batch.success_N is None else {SUCCESS_COLUMN: batch.success_N.tolist()}),
         **turn_columns(rollouts, credit),
     }
 
@@ -158,12 +160,9 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
             f"{path}: schema version {version or 'missing'}, expected {SCHEMA_VERSION}. Use the"
             " counterpoise that wrote it."
         )
-    if has_turns:
-        scores = (SCORE,) if SCORE in schema.names else ()
-        table = parquet.require_columns(path, (*READ, *READ_TURNS, *scores), ADVICE)
-    else:
-        beside = [name for name in (FEEDBACK, SEGMENT, VALUE) if name in schema.names]
-        table = parquet.require_columns(path, (*READ, *beside), ADVICE)
+    beside = (*READ_TURNS, SCORE) if has_turns else (FEEDBACK, SEGMENT, VALUE)
+    beside = [name for name in (*beside, SUCCESS_COLUMN) if name in schema.names]
+    table = parquet.require_columns(path, (*READ, *beside), ADVICE)
     column: dict[str, list[Any]] = table.to_pydict()
     by_group = {
         g: Prompt(i, t, a)
@@ -181,6 +180,7 @@ def read_rollouts(path: Path, max_length: int | None = None) -> RolloutBatch:
         sampler_logp=column["sampler_logp"],
         entropy=column["entropy"],
         max_length=max_length,
+        success_N=torch.tensor(column[SUCCESS_COLUMN]) if SUCCESS_COLUMN in column else None,
     )
     batch = _with_mask(path, batch, column["loss_mask"])
     return RolloutBatch(

@@ -93,6 +93,10 @@ FEEDBACK_COLUMNS = {
     )
 }
 
+# and beside them where something else than the sum of rewards decides what counts as solved (inside
+# TRL ``success_reward``); without it a reward of at least ``task.success`` does
+SUCCESS_COLUMNS = {"success": "True where the rollout counts as solved, by the named reward"}
+
 # and beside them where the trainer scored the rollouts before its first update: for methods that
 # read it, and in batches with a ledger
 TRAINER_COLUMNS = {

@@ -21,6 +21,7 @@ from counterpoise.run.schema import (
     TOKEN_READ_COLUMNS,
     TOKEN_TURN_COLUMNS,
 )
+from counterpoise.run.solved import SUCCESS_COLUMN
 from counterpoise.viewer.replays import PREFIX
 from counterpoise.viewer.tokens import BatchTokens, Column
 from counterpoise.viewer.turns import has_turns
@@ -167,25 +168,32 @@ def prompt_history(run: RunFolder, prompt_id: str) -> list[dict[str, Any]]:
     out = []
     for kind, folder in (("batch", "rollouts"), ("eval", "evals")):
         for batch, file in batch_files(run.path, folder).items():
-            prompts = _solved_by_prompt(file, file.stat().st_mtime_ns, run.success)
+            rows = _prompt_rows(file, file.stat().st_mtime_ns)
+            prompts = _solved_by_prompt(run, rows) if rows else {}
             if prompt_id in prompts:
                 out.append({"kind": kind, "batch": batch, **prompts[prompt_id]})
     return sorted(out, key=lambda row: row["batch"])
 
 
 @lru_cache(4096)
-def _solved_by_prompt(file: Path, written_ns: int, success: float) -> dict[str, dict[str, int]]:
-    """prompt_id -> its group, how many of its rollouts are solved, and of how many; read once while
-    the file stays. A file that cannot be read tells nothing.
+def _prompt_rows(file: Path, written_ns: int) -> dict[str, list[Any]]:
+    """Prompt, reward and success of each rollout of a file; read once while the file stays. A file
+    that cannot be read tells nothing.
     """
+    needed = ("prompt_id", "group", "reward")
     try:
-        table = parquet.read_columns(file, ("prompt_id", "group", "reward"))
+        table = parquet.read_columns(file, (*needed, SUCCESS_COLUMN))
     except parquet.BROKEN:
         return {}
+    return table.to_pydict() if set(needed) <= set(table.column_names) else {}
+
+
+def _solved_by_prompt(run: RunFolder, rows: dict[str, list[Any]]) -> dict[str, dict[str, int]]:
+    """prompt_id -> its group, how many of its rollouts are solved, and of how many."""
     out: dict[str, dict[str, int]] = {}
-    for row in table.to_pylist() if table.num_columns == 3 else []:
-        one = out.setdefault(str(row["prompt_id"]), {"group": row["group"], "solved": 0, "num": 0})
-        one["solved"] += (row["reward"] or 0) >= success
+    for prompt_id, group, solved in zip(rows["prompt_id"], rows["group"], run.solved(rows)):
+        one = out.setdefault(str(prompt_id), {"group": group, "solved": 0, "num": 0})
+        one["solved"] += solved
         one["num"] += 1
     return out
 
@@ -201,7 +209,11 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
         "flips": tokens.sums("is_flip"),
     }
     sign_N, mixed_N, length_N = tokens.sign_N, tokens.is_mixed_N, np.diff(tokens.start_N)
-    solved_N = numbers["reward"] >= tokens.run.success
+    columns: dict[str, Any] = {"reward": numbers["reward"]}
+    if any(SUCCESS_COLUMN in row for row in about.values()):
+        told = [about.get(row, {}).get(SUCCESS_COLUMN) for row in tokens.rollout_N.tolist()]
+        columns[SUCCESS_COLUMN] = told
+    solved_N = tokens.run.solved(columns)
     out: dict[int, dict[str, Any]] = {}
     for at, (group, rollout) in enumerate(zip(tokens.group_N.tolist(), tokens.rollout_N.tolist())):
         texts = about.get(rollout, {})
@@ -219,7 +231,7 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
                 "length": int(length_N[at]),
                 "sign": int(sign_N[at]),
                 "mixed": bool(mixed_N[at]),
-                "solved": bool(solved_N[at]),
+                "solved": solved_N[at],
                 **{name: _number(value[at]) for name, value in numbers.items()},
                 "stop_reason": texts.get("stop_reason"),
             }
@@ -227,14 +239,16 @@ def _groups(tokens: BatchTokens) -> list[dict[str, Any]]:
     return list(out.values())
 
 
-def _rollout_texts(tokens: BatchTokens) -> dict[int, dict[str, str | None]]:
+def _rollout_texts(tokens: BatchTokens) -> dict[int, dict[str, Any]]:
     folder = "evals" if tokens.source == "evals" else "rollouts"
-    columns = ("rollout", "prompt_id", "prompt", "answer", "stop_reason")
+    columns = ("rollout", "prompt_id", "prompt", "answer", "stop_reason", SUCCESS_COLUMN)
     table = tokens.run.table(folder, tokens.batch, columns)
     if table is None or "rollout" not in table.column_names:
         return {}
     return {
-        row["rollout"]: {k: None if v is None else str(v) for k, v in row.items()}
+        row["rollout"]: {
+            k: v if v is None or k == SUCCESS_COLUMN else str(v) for k, v in row.items()
+        }
         for row in table.to_pylist()
     }
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
+from counterpoise.report.samples import sample_prompts
+from counterpoise.run.read import open_run
 from helpers import trl_tiny
 
 pytestmark = pytest.mark.hosts
@@ -60,6 +63,20 @@ def test_the_named_reward_with_a_threshold_of_its_own(tmp_path):
     output = outputs(tmp_path, [graded_thrice, format_reward], method="psr", **args)
     positive_N = output["cp_advantage"] > 0
     assert positive_N.tolist() == [k % 3 == 2 for k in range(32)]
+
+
+def test_the_run_folder_has_the_successes_of_the_named_reward(tmp_path):
+    """By the sum of rewards all would be right."""
+    args = {"method": "psr", "success_reward": "accuracy_reward", "ledger_every": 1, "max_steps": 1}
+    trl_tiny.ours(tmp_path, args=args, reward_funcs=REWARDS).train()
+    run = open_run(tmp_path / "counterpoise")
+    (file,) = (run.path / "rollouts").iterdir()
+    rows = pd.read_parquet(file)
+    assert rows["success"].tolist() == (rows["reward"] == 3).tolist()
+    assert 0 < rows["success"].sum() < len(rows) and run.problems == []
+    counts = rows.groupby("group")["success"].agg(["sum", "count"])
+    for prompt in sample_prompts(run):
+        assert prompt.solved == "{} of {}".format(*counts.loc[prompt.group])
 
 
 def test_an_unknown_name(tmp_path):
