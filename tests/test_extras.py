@@ -89,14 +89,14 @@ MISSING = {
         (["init"], "pip install 'counterpoise[cli]'"),
     ],
     "cli": [
-        (["report", "x"], "pip install 'counterpoise[report]'"),
+        (["report", V1_RUN], "pip install 'counterpoise[report]'"),
         (["train", "demo"], "pip install 'counterpoise[train]'"),
         (["audit", V1_RUN], "pip install 'counterpoise[report]'"),
         (["import", "trl", "x", "--out", "y"], "pip install 'counterpoise[report]'"),
         (["sweep", "demo", "--methods", "grpo"], "pip install 'counterpoise[train]'"),
     ],
     "trl": [
-        (["view", "x"], "pip install 'counterpoise[report]'"),
+        (["view", V1_RUN], "pip install 'counterpoise[report]'"),
         (["train", "demo"], "'tensorboard' is not installed. pip install tensorboard"),
     ],
     "report": [(["train", DEMO], "pip install 'counterpoise[train]'")],

@@ -16,7 +16,17 @@ AXES = ["advantages", "credit", "losses", "reductions", "plans", "controllers"]
 # a file or folder imports from those before it, never from those after it
 ORDER = [
     *["errors", "text", "stage", "checks", "types", "rollouts", "maths", *AXES, "catalogue"],
-    *["tasks", "environments", "run", "policy", "sampling", "ledger", "trainer", "probes"],
+    *[
+        "tasks",
+        "environments",
+        "run",
+        "models",
+        "policy",
+        "sampling",
+        "ledger",
+        "trainer",
+        "probes",
+    ],
     *["report", "viewer", "arena", "hosts", "cli", "__main__"],
 ]
 CORE = ["errors", "stage", "checks", "types", "rollouts", "maths", *AXES, "catalogue"]

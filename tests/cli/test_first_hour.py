@@ -134,19 +134,80 @@ def test_the_table_of_a_comparison_is_no_wider_for_a_long_baseline(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "args", [["eval", "runs/dmeo"], ["eval", "/no/where"], ["probe", "runs/dmeo", "--probe", "tax"]]
+    "args",
+    [
+        ["eval", "runs/dmeo"],
+        ["eval", "/no/where"],
+        ["probe", "runs/dmeo", "--probe", "tax"],
+        ["replay", "runs/dmeo", "--batch", "0", "--method", "dapo"],
+        ["report", "runs/dmeo"],
+        ["compare", "runs/dmeo", "runs/demo"],
+        ["view", "runs/dmeo"],
+        ["audit", "runs/dmeo"],
+        ["report", "dmeo"],
+    ],
 )
 def test_a_run_that_is_not_there_is_said_at_once(tmp_path, monkeypatch, capsys, args):
     make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
     monkeypatch.chdir(tmp_path)
-    heavy = {"transformers", "counterpoise.trainer.config", "counterpoise.probes.runner"}
+    heavy = {"transformers", "pandas", "plotly", "counterpoise.trainer.config"}
+    heavy |= {"counterpoise.probes.runner", "counterpoise.report.page"}
+    heavy |= {"counterpoise.viewer.server"}
     for name in heavy:
         monkeypatch.setitem(sys.modules, name, None)  # importing it would be an error
     with pytest.raises(SystemExit) as end:
         dispatch(args)
     said = capsys.readouterr().err
     assert end.value.code == 2 and f"no such run: {args[1]}." in said
-    assert ("Did you mean 'demo'?" in said) == args[1].startswith("runs")
+    assert ("Did you mean 'runs/demo'?" in said) == ("dmeo" in args[1])
+    assert len(said.splitlines()) == 1
+
+
+def test_a_folder_of_runs_and_a_file_are_told_apart_from_a_run(tmp_path, capsys):
+    make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
+    (tmp_path / "out" / "counterpoise").mkdir(parents=True)
+    (tmp_path / "out" / "counterpoise" / "metrics.jsonl").write_text("")
+    expected = {
+        "runs": f"Give one in it: {tmp_path / 'runs' / 'demo'}.",
+        "out": f"Give one in it: {tmp_path / 'out' / 'counterpoise'}.",
+        "runs/demo/config.yaml": "is a file, expected a run folder.",
+    }
+    for name, words in expected.items():
+        with pytest.raises(SystemExit) as end:
+            dispatch(["report", str(tmp_path / name)])
+        assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", [["train", "demo", "--set", "model=nosuch/model"], ["eval", "nos"]]
+)
+def test_a_model_that_is_nowhere_is_said_before_anything_slow(tmp_path, monkeypatch, capsys, args):
+    """The hub is asked once, not in five rounds."""
+    asked = []
+
+    def refuse(self, name, timeout):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    for name in ("counterpoise.trainer.loop", "counterpoise.trainer.evaluate"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as end:
+        dispatch(args)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and len(asked) == 1 and len(said.splitlines()) == 1
+    assert f"model {asked[0]!r}: no such folder, and the hub cannot be asked (no network)" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_is_taken_is_said_before_anything_slow(tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "counterpoise.trainer.loop", None)
+    with pytest.raises(SystemExit) as end:
+        dispatch(["train", "demo"])
+    assert end.value.code == 2 and "holds a run" in capsys.readouterr().err
 
 
 def test_a_piped_table_does_not_wrap(tmp_path):

@@ -224,7 +224,7 @@ def test_the_notebook_door_opens_with_polars(whole):
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         open_run(tmp_path)
-    with pytest.raises(ValueError, match="no run folder at"):
+    with pytest.raises(ValueError, match="no such run: "):
         open_run(tmp_path / "nothing")
 
 

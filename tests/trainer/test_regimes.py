@@ -14,8 +14,8 @@ from counterpoise.arena.member import Member
 from counterpoise.arena.stack import stack_of
 from counterpoise.catalogue.registry import method as make_method
 from counterpoise.maths.trie import prefix_nodes
+from counterpoise.models import BUNDLED
 from counterpoise.policy import load_model
-from counterpoise.policy.load import BUNDLED
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import task
 from counterpoise.trainer.collect import RolloutSampler

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from counterpoise.cli.show import Json, print_json, print_table, say, waiting
+from counterpoise.run.find import check_run
 
 
 def audit(
@@ -32,10 +33,10 @@ def audit(
 
     Example: `counterpoise audit runs/demo --batch 20`
     """
+    if not source.is_file():
+        check_run(source)
     from counterpoise.probes.audit import audit_plans
 
-    if not source.exists():
-        raise ValueError(f"audit: no file or folder {str(source)!r}.")
     with waiting("auditing plans"):
         result = audit_plans(source, batch_number=batch, num_updates=num_updates, seed=seed)
     if json_:

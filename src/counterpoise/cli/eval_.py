@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
+from counterpoise.cli.show import Json, Trust, import_from, print_json, say, waiting
+from counterpoise.models import find_model
+from counterpoise.run.find import check_run
 
 if TYPE_CHECKING:
     from counterpoise.trainer.config import Config
@@ -92,9 +94,11 @@ def _check_place(name: str) -> None:
     a folder ``a`` here.
     """
     path = Path(name).expanduser()
-    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if is_path or ("/" in name and (path.parent.is_dir() or path.parts[0] == "runs")):
-        check_run(path)
+    if not path.exists():
+        is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        if is_path or ("/" in name and (path.parent.is_dir() or path.parts[0] == "runs")):
+            check_run(path)
+        find_model(name)
     _check_host(path)
 
 

@@ -7,16 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoise.cli.show import (
-    Json,
-    Trust,
-    check_run,
-    counting,
-    import_from,
-    print_json,
-    print_table,
-    say,
-)
+from counterpoise.cli.show import Json, Trust, counting, import_from, print_json, print_table, say
+from counterpoise.run.find import check_run
 
 
 def probe(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from counterpoise.cli.show import Json, Trust, check_run, import_from, print_json, say, waiting
+from counterpoise.cli.show import Json, Trust, import_from, print_json, say, waiting
+from counterpoise.run.find import check_run
 
 NOTE = (
     "A rank correlation near 1 says that two methods order the tokens alike, not that they weigh"

@@ -16,7 +16,6 @@ from typing import Annotated, TextIO
 
 import typer
 
-from counterpoise.errors import nearest
 from counterpoise.text import visible
 
 LINE_EVERY_S = 20.0  # without a terminal, a line of progress at most this often
@@ -58,16 +57,6 @@ def import_from(*folders: Path) -> None:
     for folder in (*folders, Path.cwd()):
         if str(folder.resolve()) not in sys.path:
             sys.path.append(str(folder.resolve()))
-
-
-def check_run(path: str | Path) -> None:
-    """A run folder that is not there is said at once, with the nearest name beside it."""
-    if not Path(path).exists():
-        beside = Path(path).parent
-        names = [file.name for file in beside.iterdir()] if beside.is_dir() else []
-        known = [name for name in names if (beside / name / "manifest.json").is_file()]
-        hint = f" {nearest(Path(path).name, known)}" if known else ""
-        raise ValueError(f"no such run: {path}.{hint}")
 
 
 def say(*lines: object, file: TextIO | None = None) -> None:

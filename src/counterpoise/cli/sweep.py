@@ -107,6 +107,7 @@ def plan_jobs(
 ) -> list[Job]:
     """Every run of the sweep, checked before the first one starts."""
     from counterpoise.catalogue.label import label
+    from counterpoise.models import find_model
     from counterpoise.trainer.config import load_config
 
     out = []
@@ -118,6 +119,7 @@ def plan_jobs(
         overrides = [*own, *settings, f"seed={seed}", f"run_dir={run_dir}"]
         options = tuple(word for text in overrides for word in ("--set", text))
         job = Job(run_dir, config.num_batches, options)
+        find_model(config.model)
         check_method(config.method)
         check_same(job, load_config(recipe, overrides).model_dump(mode="json"))
         out.append(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,12 +40,17 @@ def train(
 
     Example: `counterpoise train recipes/demo.yaml --set method.name=dapo --set run_dir=runs/dapo`
     """
+    from counterpoise.models import find_model
+    from counterpoise.run.own import check_free
     from counterpoise.trainer.config import load_config, recipe_file
 
     if resume and fresh:
         raise ValueError("--resume continues a run and --fresh replaces it: choose one.")
     import_from(recipe_file(config).parent)
-    recipe = load_config(config, set_)  # before the slow imports: a wrong recipe is said at once
+    recipe = load_config(config, set_)
+    # before the slow imports: a folder that is taken and a model that is nowhere are said at once
+    check_free(Path(recipe.run_dir), fresh=fresh, resume=resume)
+    find_model(recipe.model)
     from counterpoise.trainer import loop
     from counterpoise.trainer.interrupt import INTERRUPTED
     from counterpoise.trainer.progress import Progress

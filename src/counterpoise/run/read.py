@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from counterpoise.run.files import batch_of
+from counterpoise.run.find import check_run
 from counterpoise.run.schema import RENAMED_CONFIG_KEYS, RENAMED_KEYS, SAME_FILES, SCHEMA_VERSION
 from counterpoise.run.solved import SUCCESS_COLUMN, solved
 from counterpoise.stage import SUCCESS, success_of
@@ -33,7 +34,6 @@ Row = dict[str, Any]
 BATCH_FILE = re.compile(r"(?:batch|step)_\d+\.(?:parquet|json)")
 CHECKPOINT = re.compile(r"(?:batch|step)_\d+")
 MAX_CONFIG_BYTES = 1 << 20
-TABLES = ("rollouts", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,17 +174,10 @@ class RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Read the small files of a run; a folder without any is a ValueError."""
+    """Read the small files of a run; one that is not there is an error with the nearest name."""
     path = Path(path)
-    if not path.is_dir():
-        raise ValueError(
-            f"no run folder at {str(path)!r}. Give the folder that holds manifest.json and"
-            " metrics.jsonl."
-        )
+    check_run(path)
     problems: list[str] = []
-    known = ("manifest.json", "metrics.jsonl", *TABLES)
-    if not any((path / name).exists() for name in known):
-        raise ValueError(f"{str(path)!r} holds no run: none of {', '.join(known)} is there.")
     manifest = _mapping(path, "manifest.json", problems)
     config = _mapping(path, "config.yaml", problems, needed="imported_from" not in manifest)
     run = RunFolder(

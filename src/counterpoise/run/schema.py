@@ -21,6 +21,7 @@ from __future__ import annotations
 
 SCHEMA_VERSION = 3
 SAME_FILES = (2, 3)  # versions that differ in names of the ledger alone
+TABLES = ("rollouts", "tokens")  # folders of a table per batch
 INSIDE_TRL = "counterpoise"  # the run folder in the output folder of a training inside TRL
 TABLE_VERSION = b"counterpoise_schema"  # the key in a table's metadata
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoise.catalogue.label import label
-from counterpoise.run.read import TABLES, RunFolder, open_run
+from counterpoise.run.read import RunFolder, open_run
+from counterpoise.run.schema import TABLES
 from counterpoise.text import shorten, visible
 
 if TYPE_CHECKING:

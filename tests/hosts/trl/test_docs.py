@@ -20,7 +20,7 @@ from packaging.version import Version
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install counterpoise[trl]")
 import counterpoise as cp
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
-from counterpoise.policy.load import load_model, locate
+from counterpoise.policy import load_model, locate
 from counterpoise.run.read import open_run
 from helpers import trl_acts, trl_tiny
 
