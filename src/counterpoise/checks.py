@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from counterpoise.errors import check_number, check_whole
+from counterpoise.errors import check_number, check_whole, nearest
+from counterpoise.text import counted
 
 if TYPE_CHECKING:
     from counterpoise.types import TokenBatch
@@ -25,42 +26,148 @@ LOGPS = ("sampler_logp_NT", "trainer_logp_NT", "ref_logp_NT", "teacher_logp_NT")
 FLOAT_COLUMNS = ("entropy_NT", "ref_kl_NT", "importance_NT", *LOGPS)
 
 
+def row_lengths(rows: object, name: str) -> list[int]:
+    """How many entries each rollout has in a column of ragged lists."""
+    if _length(rows) is None:
+        raise ValueError(
+            f"from_lists: {name} must be a list of lists, one per rollout, got {_shown(rows)}."
+        )
+    lengths = [_length(row) for row in rows]  # pyright: ignore[reportGeneralTypeIssues]
+    for at, (row, length) in enumerate(zip(rows, lengths)):  # pyright: ignore[reportArgumentType]
+        if length is None:
+            raise ValueError(
+                f"from_lists: {name} of rollout {at} must be a list with one number per token, got"
+                f" {_shown(row)}. Give one list per rollout: {name}=[[...], [...]]."
+            )
+    return [length for length in lengths if length is not None]
+
+
 def pad_rows(
     rows: Sequence[Sequence[float]], lengths: list[int], width: int, dtype: torch.dtype, name: str
 ) -> Tensor:
     """Ragged rows as one tensor, right-padded with 0; lengths other than those of the tokens are an
     error.
     """
-    got = [len(row) for row in rows]
-    if got != lengths:
-        first = next(
-            (i for i, (a, b) in enumerate(zip(got, lengths)) if a != b), min(len(got), len(lengths))
-        )
-        raise ValueError(
-            f"from_lists: {name} and token_ids disagree at rollout {first}: "
-            f"got lengths {got[first : first + 1]}, expected {lengths[first : first + 1]}."
-        )
+    got = row_lengths(rows, name)
+    _check_count(name, "list", len(got), len(lengths))
+    for at, (own, expected) in enumerate(zip(got, lengths)):
+        if own != expected:
+            raise ValueError(
+                f"from_lists: {name} of rollout {at} has {counted(own, 'number', 'numbers')},"
+                f" expected {expected}, one per token of token_ids. Both are the response alone,"
+                " without prompt and padding."
+            )
     out = torch.zeros(len(rows), width, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    for at, row in enumerate(rows):
+        value_T = _as_numbers(row, dtype)
+        if value_T is None:
+            token, value = _first_bad(row, dtype)
+            raise ValueError(
+                f"from_lists: {name} at token {token} of rollout {at} is {_shown(value)}, expected"
+                f" {_noun(dtype)}."
+            )
+        out[at, : len(row)] = value_T
     return out
 
 
-def number_column(values: Sequence[float], dtype: torch.dtype, name: str) -> Tensor:
+def number_column(values: Sequence[float], num: int, dtype: torch.dtype, name: str) -> Tensor:
     """One number per rollout as a tensor."""
-    try:
-        return torch.as_tensor(values, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        expected = "number" if dtype.is_floating_point else "whole number"
+    own = _length(values)
+    if own is None:
         raise ValueError(
-            f"from_lists: {name} must have one {expected} per rollout, got {str(values)[:60]}"
-            f" ({error})."
-        ) from None
+            f"from_lists: {name} must be a list with one number per rollout, got {_shown(values)}."
+        )
+    _check_count(name, "number", own, num)
+    out = _as_numbers(values, dtype)
+    if out is None:
+        at, value = _first_bad(values, dtype)
+        advice = " Number the prompts 0, 1, 2, ..." if name == "group" else ""
+        raise ValueError(
+            f"from_lists: {name} of rollout {at} is {_shown(value)}, expected {_noun(dtype)}"
+            f" per rollout.{advice}"
+        )
+    return out
+
+
+def check_columns(columns: Mapping[str, object], lists: Collection[str], others: set[str]) -> None:
+    """Further columns of ``from_lists``: ragged lists, or ready tensors under their full name."""
+    for name, value in columns.items():
+        if name not in lists and name not in others:
+            raise ValueError(
+                f"from_lists: unknown column {name!r}. {nearest(name, {*lists, *others})} Columns"
+                " of your own go into extra={...}."
+            )
+        short = name.removesuffix("_NT")
+        if name != short and short in lists and not isinstance(value, Tensor | None):
+            raise ValueError(
+                f"from_lists: {name} must be a tensor, got {type(value).__name__}. Ragged lists are"
+                f" given as {short}=[[...], [...]]."
+            )
+
+
+def check_float(dtype: object) -> None:
+    """The numbers of a batch are floating point."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"from_lists: dtype must be a floating point type, for example torch.float32, got"
+            f" {dtype!r}."
+        )
+
+
+def _check_count(name: str, what: str, got: int, num: int) -> None:
+    if got != num:
+        raise ValueError(
+            f"from_lists: {name} has {counted(got, what, f'{what}s')}, expected {num}, one per"
+            " rollout of token_ids."
+        )
+
+
+def _length(values: Any) -> int | None:
+    """None of what is no list of entries: texts, mappings, numbers."""
+    if isinstance(values, (str, bytes, Mapping, Set)):
+        return None
+    try:
+        return len(values)
+    except TypeError:
+        return None
+
+
+def _as_numbers(values: Sequence[float], dtype: torch.dtype) -> Tensor | None:
+    """One number per entry; None where some entry is none, or no whole one where ids are asked."""
+    try:
+        whole = torch.as_tensor(values) if dtype == torch.long else None
+        out = torch.as_tensor(values, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    is_fit = out.dim() == 1 and (whole is None or bool((whole == out).all()))
+    return out if is_fit else None
+
+
+def _first_bad(values: Sequence[float], dtype: torch.dtype) -> tuple[int, object]:
+    """Where the first entry is that is no number."""
+    bad = (at for at in range(len(values)) if _as_numbers([values[at]], dtype) is None)
+    at = next(bad, 0)
+    return at, values[at]
+
+
+def _noun(dtype: torch.dtype) -> str:
+    return "a number" if dtype.is_floating_point else "a whole number"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    if value is None:
+        return text
+    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
 
 
 def check_kinds(batch: TokenBatch) -> None:
     """Columns are tensors: whole numbers for ids and groups, real numbers for the rest."""
     check_whole("TokenBatch", least=1, or_none=True, max_length=batch.max_length)
+    if not isinstance(batch.extra, Mapping):
+        raise ValueError(
+            f"TokenBatch: extra must be a mapping of names to tensors, got {_shown(batch.extra)}."
+        )
     named = [(f.name, getattr(batch, f.name), f.default) for f in dataclasses.fields(batch)]
     columns = [one for one in named if one[0] not in ("max_length", "success", "extra")]
     columns += [(f"extra[{name!r}]", value, ...) for name, value in batch.extra.items()]
@@ -69,14 +176,18 @@ def check_kinds(batch: TokenBatch) -> None:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"TokenBatch: {name} must be a tensor, got {type(value).__name__}."
-                " TokenBatch.from_lists takes lists."
+                f"TokenBatch: {name} must be a tensor, got {type(value).__name__}. Give"
+                " torch.tensor(...); TokenBatch.from_lists takes ragged lists."
             )
         is_float, is_id = value.dtype.is_floating_point, name.startswith(WHOLE)
         is_fit = not is_float and value.dtype != torch.bool if is_id else is_float
         if value.is_complex() or (name.split("[")[0] not in FREE and not is_fit):
             expected = "whole numbers" if is_id else "floating point"
-            raise ValueError(f"TokenBatch: {name} must hold {expected}, got {value.dtype}.")
+            kind = "long" if is_id else "float"
+            raise ValueError(
+                f"TokenBatch: {name} must hold {expected}, got {value.dtype}. Give"
+                f" {name.split('[')[0]}.{kind}()."
+            )
 
 
 def check_shapes(batch: TokenBatch) -> None:
@@ -128,16 +239,20 @@ def check_values(batch: TokenBatch) -> None:
     if bad_N.any():
         raise ValueError(
             f"TokenBatch: reward_N is not finite, or beyond {MAX_REWARD:g}, at rollouts"
-            f" {_which(bad_N)}."
+            f" {_which(bad_N)} (the first is {_first(batch.reward_N, bad_N)}). Drop rollouts that"
+            " could not be graded, or give them a number."
         )
     for name in FLOAT_COLUMNS:
         value = getattr(batch, name)
         if value is None:
             continue
-        bad_N = (~torch.isfinite(value) & batch.mask_NT).any(1)
-        if bad_N.any():
+        bad_NT = ~torch.isfinite(value) & batch.mask_NT
+        if bad_NT.any():
+            row, token = bad_NT.nonzero()[0].tolist()
             raise ValueError(
-                f"TokenBatch: {name} is not finite on response tokens of rollouts {_which(bad_N)}."
+                f"TokenBatch: {name} is not finite on response tokens of rollouts"
+                f" {_which(bad_NT.any(1))} ({_first(value, bad_NT)} at token {token} of rollout"
+                f" {row}). Where the model wrote nothing, set mask_NT to False."
             )
         if name.endswith("logp_NT"):
             _check_logp(name, torch.where(batch.mask_NT, value, 0))
@@ -214,6 +329,10 @@ def _check_logp(name: str, logp_NT: Tensor) -> None:
             f"TokenBatch: {name} is {float(logp_NT[row, token]):g} at token {token} of rollout"
             f" {row}, and log-probs are <= 0. Pass log-probs, neither probabilities nor logits."
         )
+
+
+def _first(value: Tensor, bad: Tensor) -> str:
+    return f"{float(value[bad][0]):g}"
 
 
 def _which(bad_N: Tensor) -> str:

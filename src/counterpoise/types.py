@@ -28,7 +28,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from counterpoise.checks import check_kinds, check_shapes, check_values, number_column, pad_rows
+from counterpoise.checks import (
+    check_columns,
+    check_float,
+    check_kinds,
+    check_shapes,
+    check_values,
+    number_column,
+    pad_rows,
+    row_lengths,
+)
 from counterpoise.stage import SUCCESS
 
 
@@ -62,6 +71,7 @@ COLUMNS = {
 
 # optional columns that ``from_lists`` takes as ragged lists
 RAGGED = ("entropy", "trainer_logp", "ref_logp", "ref_kl", "importance", "teacher_logp")
+LISTED = ("token_ids_NT", "mask_NT", "group_N", "reward_N", "sampler_logp_NT")  # from its own lists
 NUMBERED = ("turn_NT", "state_NU", "segment_NT")  # columns whose padding is -1
 
 
@@ -159,16 +169,19 @@ class TokenBatch:
 
         Further columns are ragged lists too (``entropy=[[...], ...]``), or ready tensors.
         """
-        lengths = [len(ids) for ids in token_ids]
+        check_float(dtype)
+        check_columns(columns, RAGGED, {f.name for f in dataclasses.fields(cls)} - {*LISTED})
+        lengths = row_lengths(token_ids, "token_ids")
         width = max(lengths, default=0)
         mask_NT = torch.arange(width) < torch.tensor(lengths).reshape(-1, 1)
         ragged = {"sampler_logp": sampler_logp}
-        ragged |= {name: columns.pop(name) for name in RAGGED if name in columns}
+        given = {name: columns.pop(name) for name in RAGGED if name in columns}
+        ragged |= {name: rows for name, rows in given.items() if rows is not None}
         return cls(
             token_ids_NT=pad_rows(token_ids, lengths, width, torch.long, "token_ids"),
             mask_NT=mask_NT,
-            group_N=number_column(group, torch.long, "group"),
-            reward_N=number_column(reward, dtype, "reward"),
+            group_N=number_column(group, len(lengths), torch.long, "group"),
+            reward_N=number_column(reward, len(lengths), dtype, "reward"),
             **{
                 f"{name}_NT": pad_rows(rows, lengths, width, dtype, name)
                 for name, rows in ragged.items()
