@@ -66,7 +66,9 @@ def dispatch(args: list[str]) -> None:
     elif args[0] in COMMANDS:
         run_command(args[0], args[1:])
     else:
-        fail(f"unknown command {args[0]!r}. {nearest(args[0], COMMANDS)}")
+        is_option = args[0].startswith("-")
+        kind, options = ("option", ["--help", "--version"]) if is_option else ("command", [])
+        fail(f"unknown {kind} {args[0]!r}. {nearest(args[0], [*COMMANDS, *options])}")
 
 
 def overview() -> str:
@@ -98,15 +100,27 @@ def run_command(command: str, args: list[str]) -> None:
         app.command(name=command)(interruptible(getattr(module, name)))
         if hasattr(module, "SPREAD"):
             args = module.spread(args, module.SPREAD)
-        app(args=args, prog_name=f"counterpoise {command}")
+        # not standalone: the parser's own messages are boxes of many lines
+        sys.exit(app(args=args, prog_name=f"counterpoise {command}", standalone_mode=False) or 0)
     except ModuleNotFoundError as error:
         fail(missing_package(command, error))
     except BrokenPipeError:
         raise
-    except (ValueError, FileNotFoundError) as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    except Exception as error:
+        fail(told(command, args, error))
+
+
+def told(command: str, args: list[str], error: Exception) -> str:
+    """The line for a mistake; what is none goes on."""
+    from counterpoise.cli.mistakes import is_mistake, mistake
+
+    if is_mistake(error):
+        return mistake(command, args, error)
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    if isinstance(error, (ValueError, FileNotFoundError)):
+        return str(error)
+    raise error
 
 
 def interruptible(function: Callable[..., None]) -> Callable[..., None]:
