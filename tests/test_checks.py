@@ -30,24 +30,12 @@ WRONG = [
     ({"reward": [1.0, [0.0]]}, "reward of rollout 1 is list [0.0], expected a number"),
     ({"reward": [1.0, NAN]}, "reward_N is not finite, or beyond 1e+15, at rollouts [1] (the first"),
     ({"group": [0, 0.5]}, "group of rollout 1 is float 0.5, expected a whole number"),
-    (
-        {"group": ["a", "a"]},
-        "group of rollout 0 is str 'a', expected a whole number per rollout.",
-    ),
-    (
-        {"token_ids": [5, 6, 7]},
-        "token_ids of rollout 0 must be a list with one number per token",
-    ),
-    (
-        {"token_ids": ["abc", "de"]},
-        "token_ids of rollout 0 must be a list with one number per",
-    ),
+    ({"group": ["a", "a"]}, "group of rollout 0 is str 'a', expected a whole number per rollout."),
+    ({"token_ids": [5, 6, 7]}, "token_ids of rollout 0 must be a list with one number per token"),
+    ({"token_ids": ["abc", "de"]}, "token_ids of rollout 0 must be a list with one number per"),
     ({"token_ids": None}, "token_ids must be a list of lists, one per rollout, got None"),
     ({"token_ids": [[5, 6.5, 7], [5, 8]]}, "token_ids at token 1 of rollout 0 is float 6.5, expec"),
-    (
-        {"token_ids": [[5, 6, 7], [5, None]]},
-        "token_ids at token 1 of rollout 1 is None, expected",
-    ),
+    ({"token_ids": [[5, 6, 7], [5, None]]}, "token_ids at token 1 of rollout 1 is None, expected"),
     ({"token_ids": [[5, 6, 2**70], [5, 8]]}, "token_ids at token 2 of rollout 0 is int 118059"),
     ({"sampler_logp": [[-1, "x", -1], [-1, -1]]}, "sampler_logp at token 1 of rollout 0 is str"),
     ({"sampler_logp": [[-1, -1, -1], [-1, NAN]]}, "(nan at token 1 of rollout 1)"),

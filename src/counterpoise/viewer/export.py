@@ -20,7 +20,7 @@ from counterpoise.viewer.turns import prompt_turns
 # in the order of their imports
 MODULES = (
     *("text", "colour", "source", "turns", "layout", "align", "pane", "inspector"),
-    *("prompts", "history", "address", "viewer"),
+    *("prompts", "history", "address", "theme", "viewer"),
 )
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export ", re.MULTILINE)

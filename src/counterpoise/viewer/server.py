@@ -44,6 +44,7 @@ ASSETS = {
             "prompts",
             "history",
             "address",
+            "theme",
             "runs",
         )
     },

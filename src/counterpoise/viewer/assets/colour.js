@@ -1,6 +1,6 @@
 // Numbers to colour classes: diverging around 0, sequential, or one colour a category.
 
-import { element, number, visible } from "./text.js";
+import { element, family, number, option, visible } from "./text.js";
 
 export const LABELS = {
   credit: "credit", weight: "weight", advantage: "advantage of the rollout", turn_advantage: "advantage of the turn", coef: "coefficient", delta: "change (delta)",
@@ -42,6 +42,12 @@ export function colourable(columns) {
 }
 
 const FAMILY_ORDER = ["Replay", "Parts of the predicted change", "Further columns"];
+
+// the columns as groups of a list to choose from
+export function colourFamilies(columns) {
+  const names = [...new Set(columns.map((c) => familyOf(c.name)))];
+  return names.map((name) => family(name, columns.filter((c) => familyOf(c.name) === name).map((c) => option(c.name, label(c.name)))));
+}
 
 export function familyOf(name) {
   const known = FAMILIES.find(([, members]) => members.includes(name));

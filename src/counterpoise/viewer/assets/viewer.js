@@ -1,13 +1,14 @@
 // The token viewer: what is chosen lives in the address, the rest follows from it.
 
 import { addressOf, chosenBy } from "./address.js";
-import { colourable, drawLegend, familyOf, label, painter } from "./colour.js";
+import { colourFamilies, colourable, drawLegend, label, painter } from "./colour.js";
 import { drawHistory } from "./history.js";
 import { drawEmpty, drawToken, twinsIn } from "./inspector.js";
 import { Pane } from "./pane.js";
 import { chosenPrompts, drawPrompts, isShown } from "./prompts.js";
 import { makeSource } from "./source.js";
 import { cells, element, family, number, option, visible, visibleLines } from "./text.js";
+import { followTheme } from "./theme.js";
 import { drawState, lostIn, withTurns } from "./turns.js";
 
 const byId = (id) => document.getElementById(id);
@@ -96,11 +97,6 @@ async function showBatch(batch, keep = false, kind = "batch", wantedPrompt = nul
   const followed = follows === null ? undefined : has((g) => g.prompt_id === follows);
   const wanted = same(wantedPrompt) ?? (keep ? same(chosen.prompt) : followed) ?? (groups.find((g) => isShown(g, "mixed")) ?? groups[0] ?? loaded.groups[0])?.group;
   await showPrompt(wanted, keep ? chosen.token : null);
-}
-
-function colourFamilies(options) {
-  const names = [...new Set(options.map((c) => familyOf(c.name)))];
-  return names.map((name) => family(name, options.filter((c) => familyOf(c.name) === name).map((c) => option(c.name, label(c.name)))));
 }
 
 // a second colour beside the first: two methods' credit of a replay, or any two columns
@@ -383,11 +379,7 @@ function guard(promise) {
   return promise.catch((error) => tell([error.message]));
 }
 
-const system = matchMedia("(prefers-color-scheme: dark)");
-const setTheme = (name) => { document.documentElement.dataset.theme = name; };
-setTheme(system.matches ? "dark" : "light");
-system.addEventListener("change", () => setTheme(system.matches ? "dark" : "light"));
-byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+followTheme(byId("theme"));
 byId("batch").addEventListener("change", ({ target: { value } }) => guard(showBatch(Number(value.replace("e", "")), false, value[0] === "e" ? "eval" : "batch")));
 byId("batch-back").addEventListener("click", () => batchBy(-1));
 byId("batch-next").addEventListener("click", () => batchBy(1));
