@@ -133,7 +133,7 @@ def mapping(value: object, file: Path, of: str = "") -> Mapping[str, Any]:
         raise ValueError(
             f"arms: {file}: expected a mapping{of}, for example"
             " 'whole: {method: {name: dapo, plan: query_preserved}}', got"
-            f" {type(value).__name__}."
+            f" {'an empty file' if value is None else type(value).__name__}."
         )
     return value
 

@@ -275,6 +275,11 @@ def load_config(
     file = recipe_file(path)
     raw = load_yaml(file.read_bytes(), f"config: {path}")
     if not isinstance(raw, dict):
+        if raw is None:
+            raise ConfigError(
+                f"config: {path} is empty: it sets no key. An example to change: counterpoise init,"
+                f" or the recipe 'demo' ({recipe_file('demo')})."
+            )
         raise ConfigError(f"config: {path} must be a mapping of keys, got {type(raw).__name__}.")
     foreign = {} if trust else import_paths(raw)
     for override in overrides or []:
@@ -291,13 +296,8 @@ def import_paths(value: object, key: str = "") -> dict[str, str]:
     """
     if names_code(value):
         return {"task.name" if key == "task" else key: str(value)}
-    children = (
-        value
-        if isinstance(value, dict)
-        else dict(enumerate(value))
-        if isinstance(value, list)
-        else {}
-    )
+    listed = dict(enumerate(value)) if isinstance(value, list) else {}
+    children = value if isinstance(value, dict) else listed
     parts = [import_paths(child, f"{key}.{name}".lstrip(".")) for name, child in children.items()]
     return {name: path for part in parts for name, path in part.items()}
 
@@ -383,14 +383,8 @@ def _first_fault(error: ValidationError) -> str:
         section: Any = Config
         for part in fault["loc"][:-1]:
             section = section.model_fields[str(part)].annotation
-            section = next(
-                (
-                    s
-                    for s in getattr(section, "__args__", ())
-                    if isinstance(s, type) and issubclass(s, Section)
-                ),
-                section,
-            )
+            kinds = [kind for kind in getattr(section, "__args__", ()) if isinstance(kind, type)]
+            section = next((kind for kind in kinds if issubclass(kind, Section)), section)
         key = str(fault["loc"][-1])
         if key in USUAL:
             return f"config: unknown key {where!r}. Here it is called {USUAL[key]!r}."
