@@ -163,6 +163,37 @@ def test_a_run_that_is_not_there_is_said_at_once(tmp_path, monkeypatch, capsys, 
     assert len(said.splitlines()) == 1
 
 
+BATCH = {
+    "report RUN --batch 99": "no run has tokens or rollouts of batch 99. There are: 0-2.",
+    "audit RUN --batch 99": "no rollouts of batch 99. There are: 0-2.",
+    "replay RUN --batch 99 --method dapo": "no rollouts of batch 99. There are: 0-2.",
+    "probe RUN --batch 99 --probe tax": "no rollouts or tokens of batch 99. There are: 0-2.",
+    "view RUN --batch 99 --export OUT": "no tokens or rollouts of batch 99. There are: 0-2.",
+}
+
+
+@pytest.mark.parametrize("words", BATCH)
+def test_a_batch_that_is_not_there_is_answered_with_those_that_are(words, tmp_path, capsys):
+    make_run(tmp_path / "run", num_batches=3, prompts=2, group_size=2)
+    names = {"RUN": str(tmp_path / "run"), "OUT": str(tmp_path / "out")}
+    with pytest.raises(SystemExit) as end:
+        dispatch([names.get(word, word) for word in words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and BATCH[words] in line
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n\n", "---\n"])
+@pytest.mark.parametrize("command", ["train", "eval bundled --config"])
+def test_an_empty_recipe_is_said_to_be_empty(text, command, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        dispatch([*command.split(), str(file)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and f"config: {file} is empty" in line
+    assert "recipe 'demo'" in line and "counterpoise init" in line
+
+
 def test_a_folder_of_runs_and_a_file_are_told_apart_from_a_run(tmp_path, capsys):
     make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
     (tmp_path / "out" / "counterpoise").mkdir(parents=True)

@@ -132,7 +132,7 @@ def test_bad_input(tmp_path: Path) -> None:
         match="no column 'reward'. Expected one row per rollout with group, reward, token_ids",
     ):
         audit_plans(write_run(tmp_path / "a", columns=("group", "token_ids")))
-    with pytest.raises(ValueError, match="no rollouts of batch 9; it has batches 3 to 3"):
+    with pytest.raises(ValueError, match="no rollouts of batch 9. There are: 3."):
         audit_plans(write_run(tmp_path / "b"), batch_number=9)
     write_table(tmp_path / "tokens.parquet", {"group": [0], "reward": [1.0], "token_ids": [5]})
     with pytest.raises(
@@ -144,5 +144,7 @@ def test_bad_input(tmp_path: Path) -> None:
         audit_plans(tmp_path / "c.parquet")
     with pytest.raises(ValueError, match="neither a rollouts file nor a run folder"):
         audit_plans(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="no file or folder"):
+    with pytest.raises(ValueError, match="no such run: .*nothing"):
         command(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="audit: no such file: .*nothing.parquet"):
+        command(tmp_path / "nothing.parquet")

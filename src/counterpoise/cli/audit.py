@@ -9,6 +9,7 @@ import typer
 
 from counterpoise.cli.show import Json, print_json, print_table, say, waiting
 from counterpoise.run.find import check_run
+from counterpoise.run.read import check_batch
 
 
 def audit(
@@ -33,8 +34,11 @@ def audit(
 
     Example: `counterpoise audit runs/demo --batch 20`
     """
+    if source.suffix == ".parquet" and not source.exists():
+        raise ValueError(f"audit: no such file: {source}.")
     if not source.is_file():
         check_run(source)
+        check_batch(source, batch, ["rollouts"])
     from counterpoise.probes.audit import audit_plans
 
     with waiting("auditing plans"):

@@ -9,6 +9,7 @@ import typer
 
 from counterpoise.cli.show import Json, Trust, counting, import_from, print_json, print_table, say
 from counterpoise.run.find import check_run
+from counterpoise.run.read import check_batch
 
 
 def probe(
@@ -54,6 +55,7 @@ def probe(
     Example: `counterpoise probe runs/demo --batch 20 --probe counterfactual`
     """
     check_run(run)
+    check_batch(run, batch)
     if trust:
         import_from()
     from counterpoise import probes

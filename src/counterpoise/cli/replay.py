@@ -9,6 +9,7 @@ import typer
 
 from counterpoise.cli.show import Json, Trust, import_from, print_json, say, waiting
 from counterpoise.run.find import check_run
+from counterpoise.run.read import check_batch
 
 NOTE = (
     "A rank correlation near 1 says that two methods order the tokens alike, not that they weigh"
@@ -45,6 +46,7 @@ def replay(
     Example: `counterpoise replay runs/demo --batch 20 --method dapo --method delta --apply`
     """
     check_run(run)
+    check_batch(run, batch, ["rollouts"])
     if trust:
         import_from()
     from counterpoise.cli.probe import lines_of

@@ -29,7 +29,7 @@ def view(
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="Batches to export; the last one with tokens by default."),
+        typer.Option(min=0, help="Batches to export; the last one with tokens by default."),
     ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Export only the first so many prompts of a batch.")

@@ -15,7 +15,7 @@ from torch import Tensor
 from counterpoise.errors import check_whole
 from counterpoise.maths.reduce import seeded_generator
 from counterpoise.plans import PLANS, audit
-from counterpoise.run.read import RunFolder, batch_files, open_run
+from counterpoise.run.read import RunFolder, batch_files, check_batch, open_run
 from counterpoise.run.solved import SUCCESS_COLUMN
 from counterpoise.stage import call
 from counterpoise.types import TokenBatch
@@ -68,15 +68,9 @@ def audit_plans(
 
 def rollout_files(run: RunFolder, batch_number: int | None) -> dict[int, Path]:
     """The rollouts of one batch, or of all."""
+    check_batch(run.path, batch_number, ["rollouts"])
     files = batch_files(run.path, "rollouts")
-    if batch_number is None:
-        return files
-    if batch_number not in files:
-        raise ValueError(
-            f"audit: {run.path} has no rollouts of batch {batch_number}; it has batches"
-            f" {min(files)} to {max(files)}."
-        )
-    return {batch_number: files[batch_number]}
+    return files if batch_number is None else {batch_number: files[batch_number]}
 
 
 def run_updates(run: RunFolder | None) -> int:

@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from counterpoise.run.files import batch_of
 from counterpoise.run.find import check_run
-from counterpoise.run.schema import RENAMED_CONFIG_KEYS, RENAMED_KEYS, SAME_FILES, SCHEMA_VERSION
+from counterpoise.run.schema import (
+    RENAMED_CONFIG_KEYS,
+    RENAMED_KEYS,
+    SAME_FILES,
+    SCHEMA_VERSION,
+    TABLES,
+)
 from counterpoise.run.solved import SUCCESS_COLUMN, solved
 from counterpoise.stage import SUCCESS, success_of
-from counterpoise.text import load_yaml, visible
+from counterpoise.text import load_yaml, spans, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -212,6 +218,18 @@ def batch_files(run_dir: Path, folder: str) -> dict[int, Path]:
     files = sorted((root / folder).glob("*_*"), key=lambda file: file.name, reverse=True)
     named = [file for file in files if BATCH_FILE.fullmatch(file.name) and is_inside(root, file)]
     return {batch_of(file): file for file in sorted(named, key=batch_of)}
+
+
+def check_batch(run_dir: Path, batch: int | None, folders: Sequence[str] = TABLES) -> None:
+    """Raise unless a batch, if one is asked for, has a file in one of the folders; the message says
+    which have.
+    """
+    known = {at for folder in folders for at in batch_files(run_dir, folder)}
+    if batch is not None and batch not in known:
+        raise ValueError(
+            f"{run_dir}: no {' or '.join(folders)} of batch {batch}. There are:"
+            f" {spans(sorted(known)) or 'none'}."
+        )
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

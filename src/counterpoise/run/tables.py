@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoise.catalogue.label import label
-from counterpoise.run.read import RunFolder, open_run
+from counterpoise.run.read import RunFolder, check_batch, open_run
 from counterpoise.run.schema import TABLES
 from counterpoise.text import shorten, visible
 
@@ -90,11 +90,7 @@ class Run:
         import pyarrow as pa
 
         batches = self.batches(folder)
-        if batch is not None and batch not in batches:
-            raise ValueError(
-                f"{self.folder.name!r}: no {folder} of batch {batch}. There are:"
-                f" {batches[:20]}{' ...' if len(batches) > 20 else ''}"
-            )
+        check_batch(self.folder.path, batch, [folder])
         tables = [
             self.folder.table(folder, at, columns) for at in (batches if batch is None else [batch])
         ]
