@@ -232,6 +232,25 @@ def test_a_model_that_is_nowhere_is_said_before_anything_slow(tmp_path, monkeypa
     assert not (tmp_path / "runs").exists()
 
 
+def test_slips_of_a_first_hour_are_answered_before_anything_slow(tmp_path, monkeypatch, capsys):
+    """A recipe's path outside the clone, a method's name, a run given twice, ``help``."""
+    make_run(tmp_path / "runs" / "a", num_batches=1, prompts=2, group_size=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "counterpoise.trainer.loop", None)
+    said = {
+        "train recipes/demo.yaml": "Did you mean 'demo'?",
+        "train demo --set method=detla": "unknown method 'detla'. Did you mean 'delta'?",
+        "report runs/a ./runs/a": "runs/a is given twice. Give each run once.",
+        "compare runs/a runs/a/": "runs/a is given twice. Give each run once.",
+    }
+    for words, expected in said.items():
+        with pytest.raises(SystemExit) as end:
+            dispatch(words.split())
+        assert end.value.code == 2 and expected in capsys.readouterr().err
+    dispatch(["help"])
+    assert "Usage: counterpoise COMMAND" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_taken_is_said_before_anything_slow(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "runs" / "demo", num_batches=1, prompts=2, group_size=2)
     monkeypatch.chdir(tmp_path)

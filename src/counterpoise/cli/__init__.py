@@ -53,7 +53,7 @@ def main() -> None:
 
 def dispatch(args: list[str]) -> None:
     """Answer --help and --version, or run the command that the first argument names."""
-    if not args or args[0] in ("--help", "-h"):
+    if not args or args[0] in ("--help", "-h", "help"):
         print(overview())
     elif args[0] == "--version":
         from counterpoise import __version__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoise.cli.show import Json, print_json, print_table, say, waiting
-from counterpoise.run.find import check_run
+from counterpoise.run.find import check_runs
 
 if TYPE_CHECKING:
     from counterpoise.report.compare import Comparison
@@ -48,8 +48,7 @@ def compare(
 
     Example: `counterpoise compare runs/grpo-* runs/delta-* --baseline grpo`
     """
-    for run in runs:
-        check_run(run)
+    check_runs(runs)
     from counterpoise.report.compare import Settings, as_json, comparison
     from counterpoise.report.page import default_path, page_file, write_report
     from counterpoise.report.runs import group_runs

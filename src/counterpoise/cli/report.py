@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from counterpoise.cli.show import Json, command_line, print_json, say, waiting
-from counterpoise.run.find import check_run
+from counterpoise.run.find import check_runs
 
 
 def report(
@@ -33,8 +33,7 @@ def report(
 
     Example: `counterpoise report runs/demo`
     """
-    for run in runs:
-        check_run(run)
+    check_runs(runs)
     from counterpoise.report.page import write_report
 
     with waiting("writing the report"):

@@ -40,6 +40,7 @@ def train(
 
     Example: `counterpoise train recipes/demo.yaml --set method.name=dapo --set run_dir=runs/dapo`
     """
+    from counterpoise.catalogue.registry import method as make_method
     from counterpoise.models import find_model
     from counterpoise.run.own import check_free
     from counterpoise.trainer.config import load_config, recipe_file
@@ -48,9 +49,11 @@ def train(
         raise ValueError("--resume continues a run and --fresh replaces it: choose one.")
     import_from(recipe_file(config).parent)
     recipe = load_config(config, set_)
-    # before the slow imports: a folder that is taken and a model that is nowhere are said at once
+    # before the slow imports: a folder that is taken, and a model or method that is not there, are
+    # said at once
     check_free(Path(recipe.run_dir), fresh=fresh, resume=resume)
     find_model(recipe.model)
+    make_method(**recipe.method)
     from counterpoise.trainer import loop
     from counterpoise.trainer.interrupt import INTERRUPTED
     from counterpoise.trainer.progress import Progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 from counterpoise.run.schema import INSIDE_TRL, TABLES
@@ -40,6 +41,14 @@ def check_run(path: Path) -> None:
     if inside or below:
         raise ValueError(f"{path} holds no run itself. Give one in it: {_listed(inside or below)}.")
     raise ValueError(f"{path} holds no run: none of {', '.join(FILES)} is there.{_runs_near(path)}")
+
+
+def check_runs(paths: Sequence[Path]) -> None:
+    """Raise unless all are runs, each given once: the same run twice is no second seed."""
+    for at, path in enumerate(paths):
+        check_run(path)
+        if path.resolve() in [other.resolve() for other in paths[:at]]:
+            raise ValueError(f"{path} is given twice. Give each run once.")
 
 
 def _runs_near(path: Path) -> str:

@@ -332,7 +332,7 @@ def recipe_file(path: str | Path) -> Path:
     known = {file.stem: file for file in RECIPES.glob("*.yaml")}
     file = Path(path) if Path(path).is_file() else known.get(str(path))
     if file is None:
-        fault = f"no file {str(path)!r}, and no such recipe. {nearest(str(path), known)}"
+        fault = f"no file {str(path)!r}, and no such recipe. {nearest(Path(path).stem, known)}"
         if (Path(path) / "config.yaml").is_file():
             fault = f"{path} is a run folder. Its recipe, for --resume too: {path}/config.yaml"
         raise ConfigError(f"config: {fault}")
