@@ -42,7 +42,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditMixin
-from counterpoise.policy.load import locate
+from counterpoise.policy import locate
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.types import Prompt
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl import TrlParser
 
 from counterpoise.hosts.trl import CreditGRPOConfig, CreditGRPOTrainer
-from counterpoise.policy.load import locate
+from counterpoise.policy import locate
 from counterpoise.tasks.arithmetic import Arithmetic
 from counterpoise.types import Prompt
 

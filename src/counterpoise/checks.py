@@ -26,14 +26,14 @@ LOGPS = ("sampler_logp_NT", "trainer_logp_NT", "ref_logp_NT", "teacher_logp_NT")
 FLOAT_COLUMNS = ("entropy_NT", "ref_kl_NT", "importance_NT", *LOGPS)
 
 
-def row_lengths(rows: object, name: str) -> list[int]:
+def row_lengths(rows: Any, name: str) -> list[int]:
     """How many entries each rollout has in a column of ragged lists."""
     if _length(rows) is None:
         raise ValueError(
             f"from_lists: {name} must be a list of lists, one per rollout, got {_shown(rows)}."
         )
-    lengths = [_length(row) for row in rows]  # pyright: ignore[reportGeneralTypeIssues]
-    for at, (row, length) in enumerate(zip(rows, lengths)):  # pyright: ignore[reportArgumentType]
+    lengths = [_length(row) for row in rows]
+    for at, (row, length) in enumerate(zip(rows, lengths)):
         if length is None:
             raise ValueError(
                 f"from_lists: {name} of rollout {at} must be a list with one number per token, got"
