@@ -57,7 +57,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_and_gradients_are_those_of_the_plain_layers(name: str) -> None:
-    from counterpoise.arena.fused import hidden_of_embeddings
+    from counterpoise.arena.kernels.triton_layers import hidden_of_embeddings
 
     stack, theta_SP = members_apart(name)
     ids_SRL = torch.randint(3, 29, (3, 4, 9), generator=torch.Generator().manual_seed(2))

@@ -45,7 +45,7 @@ def hidden_of_embeddings(
 ) -> Tensor:
     """``hidden_states`` of tokens that are embedded already; on CUDA by fused layers."""
     if x_SRLD.is_cuda:
-        from counterpoise.arena.fused import hidden_of_embeddings as fused
+        from counterpoise.arena.kernels.triton_layers import hidden_of_embeddings as fused
 
         return fused(weights, shape, x_SRLD, cos_LC, sin_LC, cache)
     num_rows, length = x_SRLD.shape[1:3]

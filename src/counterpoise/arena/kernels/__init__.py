@@ -1,0 +1,1 @@
+"""Layers of all members of a stack at once, forward and backward (Triton)."""
