@@ -23,7 +23,7 @@ from counterpoise.arena import race as module
 from counterpoise.arena import serial, shared, stacked
 from counterpoise.arena.at_once import _heard
 from counterpoise.arena.crew import Crew
-from counterpoise.arena.design import Arm, Design, write_design
+from counterpoise.arena.design import Arm, Design, read_design, write_design
 from counterpoise.arena.live import Live
 from counterpoise.arena.page import write_page
 from counterpoise.arena.race import race
@@ -401,6 +401,29 @@ def test_an_interrupted_arena_has_a_page_of_what_there_is(
         dispatch(["arena", "--out", str(tmp_path / "arena")])
     page = tmp_path / "arena" / "index.html"
     assert f"what there is: {page}" in capsys.readouterr().err and "grpo" in page.read_text()
+
+
+def test_a_design_that_was_written_down_runs_as_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = {"seeds": (7, 9), "evaluations": (1,)}  # no option of the command makes these
+    plan = design(arms=(*design().arms[:1], Arm("again", repeats="grpo", seeds=(3, 5))), **seeds)
+    written = tmp_path / "plan"
+    written.mkdir()
+    write_design(written, plan)
+    out = tmp_path / "arena"
+    with pytest.raises(SystemExit, match="0"):
+        dispatch(
+            ["arena", "--design", str(written / "design.json"), "--out", str(out), "--jobs", "1"]
+        )
+    assert read_design(out) == plan
+    assert {(one.run.arm, one.run.seed) for one in read_results(out)} == {
+        *(("grpo", 7), ("grpo", 9), ("again", 3), ("again", 5))
+    }
+    for more, named in ((["demo"], "a recipe"), (["--margin", "0.02"], "--margin")):
+        with pytest.raises(SystemExit, match="1"):
+            dispatch(["arena", *more, "--design", str(written), "--out", str(out)])
+        assert f"says what runs, and so would {named}." in capsys.readouterr().err
 
 
 def test_runs_with_an_environment_train_several_at_a_time(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SPREAD", "arena", "spread"]
 SPREAD = ("--methods", "--rates")  # options that take several words: --rates 1e-4 3e-4
+RUNS = ("design", "out", "members", "workers", "jobs", "json_")  # how a design runs, not which
 SEED = 100  # the first of the seeds that judge; tuning seeds are below
 
 
 def arena(
+    context: typer.Context,
     recipe: Annotated[
         str, typer.Argument(help="A recipe, or the name of one; a small one by default.")
     ] = "arena",
@@ -61,6 +63,9 @@ def arena(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (repeatable).")
     ] = None,
+    design: Annotated[
+        Path | None, typer.Option(help="A design.json, or a folder with one, to run as it stands.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; runs/RECIPE-arena by default.")
     ] = None,
@@ -78,25 +83,28 @@ def arena(
     from counterpoise.arena.race import race
     from counterpoise.trainer.config import load_config, recipe_file
 
-    folder = out or Path("runs") / f"{recipe_file(recipe).stem}-arena"
-    config = load_config(recipe, set_ or [])
-    entries = arms_of(methods or ([] if arms else ["grpo", "ntf_whitened"]), arms)
-    num = config.num_batches
-    own = sorted(set(rates or [config.optimizer.lr]))
-    design = design_of(
-        config.model_dump(mode="json", exclude_unset=True),
-        entries,
-        control or entries[0].name,
-        own,
-        (seeds, tuning_seeds if len(own) > 1 else 0),
-        [round(num * at / evaluations) for at in range(evaluations + 1)],
-        {"prompts": prompts, "samples": samples},
-        margin,
-    )
-    begin(folder, design)
+    if design is not None:
+        folder, plan = out or Path("runs") / "arena", given(design, context)
+    else:
+        folder = out or Path("runs") / f"{recipe_file(recipe).stem}-arena"
+        config = load_config(recipe, set_ or [])
+        entries = arms_of(methods or ([] if arms else ["grpo", "ntf_whitened"]), arms)
+        num = config.num_batches
+        own = sorted(set(rates or [config.optimizer.lr]))
+        plan = design_of(
+            config.model_dump(mode="json", exclude_unset=True),
+            entries,
+            control or entries[0].name,
+            own,
+            (seeds, tuning_seeds if len(own) > 1 else 0),
+            [round(num * at / evaluations) for at in range(evaluations + 1)],
+            {"prompts": prompts, "samples": samples},
+            margin,
+        )
+    begin(folder, plan)
     live = Live(quiet=json_)
     try:
-        race(design, folder, live, size=members, num_workers=workers, jobs=jobs)
+        race(plan, folder, live, size=members, num_workers=workers, jobs=jobs)
     except KeyboardInterrupt:
         live.say(f"what there is: {conclude(folder)[0] or folder}")
         raise
@@ -105,6 +113,28 @@ def arena(
         print_json({"page": page, "summary": folder / "summary.json"})
     else:
         show(summary, page)
+
+
+def given(path: Path, context: typer.Context) -> Design:
+    """The design of a file or folder; options that would make another one are an error."""
+    from counterpoise.arena.design import FILE, read_design
+
+    asked = [name for name in context.params if name not in RUNS and is_typed(context, name)]
+    if asked:
+        names = [f"--{name.strip('_').replace('_', '-')}" for name in asked if name != "recipe"]
+        others = ", ".join(["a recipe"] * ("recipe" in asked) + names)
+        raise ValueError(
+            f"--design: {path} says what runs, and so would {others}. Leave one out, or change the"
+            " file."
+        )
+    if path.is_dir() or path.name == FILE:
+        return read_design(path if path.is_dir() else path.parent)
+    raise ValueError(f"--design: expected a {FILE} or a folder with one, got {path}.")
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def arms_of(methods: list[str], file: Path | None) -> list[Arm]:
