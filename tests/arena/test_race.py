@@ -421,7 +421,7 @@ def test_a_design_that_was_written_down_runs_as_it_stands(
         *(("grpo", 7), ("grpo", 9), ("again", 3), ("again", 5))
     }
     for more, named in ((["demo"], "a recipe"), (["--margin", "0.02"], "--margin")):
-        with pytest.raises(SystemExit, match="1"):
+        with pytest.raises(SystemExit, match="2"):
             dispatch(["arena", *more, "--design", str(written), "--out", str(out)])
         assert f"says what runs, and so would {named}." in capsys.readouterr().err
 
