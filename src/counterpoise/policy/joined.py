@@ -55,10 +55,10 @@ def can_join(layers: Sequence[Any]) -> bool:
     groups = [group for layer in layers for group in projections(layer)]
     return all(
         type(linear) is nn.Linear
-        and linear.weight.dtype == torch.float32
-        and (linear.bias is None) == (group[0].bias is None)
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
+        and linear._parameters["weight"].dtype == torch.float32
+        and (linear._parameters["bias"] is None) == (group[0]._parameters["bias"] is None)
         for group in groups
         for linear in group
     )
@@ -67,16 +67,19 @@ def can_join(layers: Sequence[Any]) -> bool:
 def join_projections(layers: Sequence[Any], dtype: torch.dtype) -> list[Joined]:
     """The projections of every layer as they are now, in ``dtype``; differentiable."""
     groups = [group for layer in layers for group in projections(layer)]
-    kinds = [
-        [getattr(linear, kind) for linear in group]
+    kinds: list[list[Any]] = [
+        [linear._parameters[kind] for linear in group]
         for group in groups
         for kind in ("weight", "bias")
-        if getattr(group[0], kind) is not None
+        if group[0]._parameters[kind] is not None
     ]
-    sizes = tuple(tuple(len(part) for part in parts) for parts in kinds)
+    sizes = tuple(tuple(part.shape[0] for part in parts) for parts in kinds)
     cast = iter(_Join.apply(dtype, sizes, *(part for parts in kinds for part in parts)))
     products = iter(
-        [Product(next(cast), None if group[0].bias is None else next(cast)) for group in groups]
+        [
+            Product(next(cast), None if group[0]._parameters["bias"] is None else next(cast))
+            for group in groups
+        ]
     )
     return [Joined(*(next(products) for _ in Joined._fields)) for _ in layers]
 
@@ -141,13 +144,22 @@ class _Join(torch.autograd.Function):
             parts[at].new_empty(sum(lengths), *parts[at].shape[1:], dtype=dtype)
             for at, lengths in zip(first, sizes)
         ]
-        pieces = [piece for out, lengths in zip(outs, sizes) for piece in out.split(lengths)]
+        pieces = _pieces(outs, sizes)
         torch._foreach_copy_(pieces, parts)  # pyright: ignore[reportPrivateImportUsage]
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Any, ...]:
-        pieces = [piece for out, lengths in zip(d_outs, ctx.sizes) for piece in out.split(lengths)]
+        pieces = _pieces(d_outs, ctx.sizes)
         grads = [torch.empty_like(piece, dtype=ctx.dtype) for piece in pieces]
         torch._foreach_copy_(grads, pieces)  # pyright: ignore[reportPrivateImportUsage]
         return None, None, *grads
+
+
+def _pieces(joined: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts of each; one that is alone is the whole."""
+    return [
+        piece
+        for whole, lengths in zip(joined, sizes)
+        for piece in (whole.split(lengths) if len(lengths) > 1 else (whole,))
+    ]

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from counterpoise.ledger.calculus.head_change import logit_slope
 from counterpoise.ledger.calculus.logprobs import LogProbs, Params, Texts, of_model
 from counterpoise.ledger.calculus.optimizers import Response
-from counterpoise.ledger.calculus.places import at, parameters, places
+from counterpoise.ledger.calculus.places import parameters, places, swapped
 from counterpoise.ledger.calculus.row_norms import (
     Call,
     CannotBatch,
@@ -167,9 +167,25 @@ def own_by_rows(
     kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """The same in one forward and backward; ``CannotBatch`` where a layer does not allow it."""
-    leaves = _leaves(params)
     with evaluating(model), eager(model), autocast(), kernels(), torch.enable_grad():
-        return at(model, leaves, lambda m: _own(m, rows, leaves, response, temperature))
+        for leaves in _sources(model, params):
+            with swapped(model, leaves):
+                part_S = _own(model, leaves, rows, response, temperature)
+            if part_S is not None:
+                return part_S
+    raise CannotBatch("a layer's output does not depend on its weights")
+
+
+def _sources(model: PreTrainedModel, params: Params) -> Iterator[Params]:
+    """Parameters of which enough require a gradient for every layer's output to have one: the
+    embeddings, since all that follows them does too, or else all.
+
+    Fewer are faster: what a layer multiplies by is then no part of the graph.
+    """
+    tables = {place.name for place in places(model) if is_embedding(place.module)}
+    if first := _leaves({name: value for name, value in params.items() if name in tables}):
+        yield params | first
+    yield _leaves(params)
 
 
 def one_token_rows(texts: Texts, tokens: Sequence[Token], device: torch.device) -> Packed:
@@ -231,15 +247,19 @@ def _why_not_batch(
 
 
 def _own(
-    model: PreTrainedModel, rows: Packed, leaves: Params, response: Response, temperature: float
-) -> Tensor:
+    model: PreTrainedModel, leaves: Params, rows: Packed, response: Response, temperature: float
+) -> Tensor | None:
+    """None where the output of a layer has no gradient."""
     head = backbone(model).head
     if head is None:
         raise CannotBatch("its head is not a plain linear layer")
     names = {id(leaf): name for name, leaf in leaves.items()}
     with watch_layers(model, names, len(rows.target_M)) as uses:
         hidden_SD = hidden_of(backbone(model), rows)
-    logits_SV = head_logits(hidden_SD, head, temperature=temperature)
+    if not all(use.output.requires_grad for use in uses):
+        return None
+    still = head._replace(weight_VD=head.weight_VD.detach())  # only its input's gradient is asked
+    logits_SV = head_logits(hidden_SD, still, temperature=temperature)
     logp_S = logits_SV.log_softmax(-1).gather(1, rows.target_M[:, None])[:, 0]
     deltas = torch.autograd.grad(logp_S.sum(), [use.output for use in uses], allow_unused=True)
     calls = [

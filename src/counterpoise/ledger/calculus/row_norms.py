@@ -162,8 +162,8 @@ def _gradients(calls: Sequence[Call]) -> Tensor:
     if kind == "other":
         return torch.stack([_differentiate(call, weight) for call in calls])
     delta, value = (
-        torch.stack([part.flatten(1, -2) for part in parts])
-        for parts in zip(*((call.delta, call.value) for call in calls))
+        torch.stack(parts).flatten(2, -2)
+        for parts in ([call.delta for call in calls], [call.value for call in calls])
     )
     if kind == "bias":
         return delta.to(weight.dtype).sum(2)
@@ -190,7 +190,7 @@ def _norm(gradient_KS: Tensor, rates: Sequence[Tensor | float]) -> Tensor:
     """sum_p P_p g_p^2 of each row, over all weights."""
     square_KSP = gradient_KS.square().flatten(2)
     if all(isinstance(rate, Tensor) for rate in rates):
-        square_KSP *= torch.stack([rate.flatten() for rate in rates])[:, None]  # pyright: ignore[reportAttributeAccessIssue]
+        square_KSP *= torch.stack(rates).flatten(1)[:, None]  # pyright: ignore[reportArgumentType]
         return square_KSP.sum((0, 2))
     return torch.stack(
         [(square_SP * _flat(rate)).sum(1) for square_SP, rate in zip(square_KSP, rates)]
