@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from counterpoise.ledger.calculus import head_change as head_module
+from counterpoise.ledger.calculus.head_change import HeadResponse, HeadState, head_change, kl
+from counterpoise.maths.head import Head
 from counterpoise.policy import joined, split
 from counterpoise.policy.fused import _Weights
 from counterpoise.policy.mix import Kernels
@@ -73,3 +77,43 @@ def test_layers_split_together_multiply_as_layers_split_alone(
         with torch.no_grad():  # another forward has other weights
             for parameter in decoder.parameters():
                 parameter.mul_(1.5)
+
+
+def test_a_weight_for_many_products_is_split_once_where_its_parts_may_stay(splits, monkeypatch):
+    weight, xs = torch.randn(7, 5), torch.randn(3, 4, 5)
+    expected = [split.split_product(x, weight) for x in xs]
+    for most, num_splits in ((weight.numel(), 1), (weight.numel() - 1, 2 * len(xs))):
+        monkeypatch.setattr(split, "MOST_NUMBERS", most)
+        splits.clear()
+        product = split.product_by(weight)
+        got = [product(x) for x in xs]
+        assert len(splits) == num_splits
+        torch.testing.assert_close(got, expected)
+
+
+def test_heads_are_split_once_for_all_tokens(splits, monkeypatch):
+    def compare(before_MV: Tensor, after_MV: Tensor, target_M: Tensor, rate_MV: Tensor) -> Tensor:
+        """What the kernel gives, in torch."""
+        logp_MV, after_MV = before_MV.log_softmax(-1), after_MV.log_softmax(-1)
+        u_MV = one_hot(target_M, before_MV.shape[1]) - logp_MV.exp()
+        columns = (logp_MV, after_MV)
+        return torch.stack(
+            [
+                *(column.gather(1, target_M[:, None])[:, 0] for column in columns),
+                -(logp_MV.exp() * logp_MV).sum(1),
+                kl(after_MV, logp_MV),
+                (rate_MV * u_MV.square()).sum(1),
+            ]
+        )
+
+    home = "counterpoise.ledger.calculus.kernels.triton_head"
+    monkeypatch.setitem(sys.modules, home, SimpleNamespace(compare_logits=compare))
+    monkeypatch.setattr(head_module, "can_split", lambda weight: True)
+    before, after = (HeadState(torch.randn(6, 5), Head(torch.randn(9, 5))) for _ in range(2))
+    response, target_M = HeadResponse(torch.rand(9, 5)), torch.arange(6)
+    plain, fused = (
+        head_change(before, after, target_M, response=response, chunk=2, fused=is_fused)
+        for is_fused in (False, True)
+    )
+    assert len(splits) == 3  # before, after and the response
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)

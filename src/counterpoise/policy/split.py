@@ -7,8 +7,9 @@ inside torch's own kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,15 @@ def parts_product(x: Tensor, parts_NE: Tensor, bias_N: Tensor | None = None) -> 
     return out if bias_N is None else out.add_(bias_N)
 
 
+def product_by(weight_ND: Tensor) -> Callable[[Tensor], Tensor]:
+    """``x -> x W^T`` as ``split_product`` has it, for many x: the weight is split once, where its
+    parts may stay.
+    """
+    if weight_ND.numel() > MOST_NUMBERS:
+        return partial(split_product, weight_ND=weight_ND)
+    return partial(parts_product, parts_NE=split_weights([[weight_ND]])[0])
+
+
 @torch.no_grad()
 def split_weights(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Weights of one input size for ``parts_product``: those of each list joined, all of them split
@@ -53,8 +63,11 @@ def split_weights(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """
     from counterpoise.policy.kernels.triton_split import right_parts
 
-    sizes = [sum(map(len, group)) for group in weights]
-    return list(right_parts(torch.cat([part for group in weights for part in group])).split(sizes))
+    sizes, parts = (
+        [sum(map(len, group)) for group in weights],
+        [p for group in weights for p in group],
+    )
+    return list(right_parts(torch.cat(parts) if len(parts) > 1 else parts[0]).split(sizes))
 
 
 @contextmanager

@@ -8,14 +8,18 @@ Axes: M response tokens laid end to end, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoise.maths.head import CHUNK_LOGITS, Head, head_logits
-from counterpoise.policy.split import can_split, split_product
+from counterpoise.maths.wide import wide_product
+from counterpoise.policy.split import can_split, product_by
+
+Product = Callable[[Tensor], Tensor]
 
 
 class HeadState(NamedTuple):
@@ -84,7 +88,11 @@ def head_change(
     """
     many = 4 if fused and before.hidden_MD.is_cuda else 1
     size = chunk or max(1, many * CHUNK_LOGITS // before.head.weight_VD.shape[0])
-    compare = _compare_fused if fused and can_fuse(before) else _compare
+    compare = (
+        partial(_compare_fused, _products(before, after, response))
+        if fused and can_fuse(before)
+        else _compare
+    )
     parts = [
         compare(
             HeadState(before.hidden_MD[start : start + size], before.head),
@@ -124,7 +132,37 @@ def _compare(
     )
 
 
+class Products(NamedTuple):
+    """``x W^T`` for the heads before and after, and for the response where it is a tensor; each
+    weight is made ready once for all tokens.
+    """
+
+    before: Product
+    after: Product
+    response: Product | None
+
+
+def _products(before: HeadState, after: HeadState, response: HeadResponse | None) -> Products:
+    def product(weight_VD: Tensor) -> Product:
+        if can_split(before.head.weight_VD):
+            return product_by(weight_VD)
+        return partial(wide_product, weight_VD=weight_VD)
+
+    rate = None if response is None else response.weight
+    return Products(
+        product(before.head.weight_VD),
+        product(after.head.weight_VD),
+        product(rate) if isinstance(rate, Tensor) else None,
+    )
+
+
+def _ready(product: Product) -> Callable[[Tensor, Tensor], Tensor]:
+    """As ``head_logits`` calls it, with a weight that is ready already."""
+    return lambda x_MD, _: product(x_MD)
+
+
 def _compare_fused(
+    products: Products,
     before: HeadState,
     after: HeadState,
     target_M: Tensor,
@@ -133,13 +171,10 @@ def _compare_fused(
 ) -> HeadChange:
     from counterpoise.ledger.calculus.kernels.triton_head import compare_logits
 
-    product = split_product if can_split(before.head.weight_VD) else None
-    first_MV, second_MV = (
-        head_logits(state.hidden_MD, state.head, temperature=temperature, product=product)
-        for state in (before, after)
-    )
+    first_MV = head_logits(*before, temperature=temperature, product=_ready(products.before))
+    second_MV = head_logits(*after, temperature=temperature, product=_ready(products.after))
     rate, square_MD = None if response is None else response.weight, before.hidden_MD.square()
-    rate_MV = (product or F.linear)(square_MD, rate) if isinstance(rate, Tensor) else None
+    rate_MV = None if products.response is None else products.response(square_MD)
     logp_M, after_M, entropy_M, kl_M, own_M = compare_logits(first_MV, second_MV, target_M, rate_MV)
     if rate is not None and rate_MV is None:
         own_M = own_M * rate * square_MD.sum(1)
