@@ -57,7 +57,7 @@ def can_join(layers: Sequence[Any]) -> bool:
         type(linear) is nn.Linear
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
-        and linear._parameters["weight"].dtype == torch.float32
+        and linear._parameters["weight"].dtype == torch.float32  # pyright: ignore[reportOptionalMemberAccess]
         and (linear._parameters["bias"] is None) == (group[0]._parameters["bias"] is None)
         for group in groups
         for linear in group

@@ -170,13 +170,13 @@ def decompose(
     }
     named = {} if response is None else named
     live = [key for key, part_NT in named.items() if bool(part_NT.any())]
-    direction_C = _gradients(
+    direction_C, slots = _gradients(
         logprobs, before, weight_NT, {key: named[key] for key in live}, gradient
     )
-    for c in range(1, 1 + len(live)):
+    for slot in slots[1:]:
         assert response is not None
-        many.multiply_(_slot(direction_C, c), [response[name] for name in direction_C])
-    move = many.copy_(_slot(direction_C, 0), [after[name].detach() for name in direction_C])
+        many.multiply_(slot, [response[name] for name in direction_C])
+    move = many.copy_(slots[0], [after[name].detach() for name in direction_C])
     many.subtract_(move, [before[name].detach() for name in direction_C])
     predicted_NT, *changes = change_along(logprobs, before, direction_C, is_batched=is_batched)
     change_of = dict(zip(live, changes))
@@ -226,8 +226,8 @@ def _gradients(
     weight_NT: Tensor,
     named: dict[tuple[str, str], Tensor],
     gradient: Params | None,
-) -> Params:
-    """An empty slot, then the gradient of each named class."""
+) -> tuple[Params, list[list[Tensor]]]:
+    """An empty slot, then the gradient of each named class; and the slots."""
     keys = list(named)
     largest = (
         {}
@@ -242,17 +242,18 @@ def _gradients(
         [nothing_NT, *(nothing_NT if key in largest.values() else named[key] for key in keys)]
     )
     gradient_C = class_gradients(logprobs, params, weight_CNT)
+    slots = [list(slot) for slot in zip(*(stack_C.unbind() for stack_C in gradient_C.values()))]
     for axis, key in largest.items():
         assert gradient is not None
         slot, others = (
             1 + keys.index(key),
             [1 + keys.index(other) for other in _by_axis(keys)[axis] if other != key],
         )
-        largest_one = _slot(gradient_C, slot)  # empty so far
+        largest_one = slots[slot]  # empty so far
         for other in others:
-            many.add_(largest_one, _slot(gradient_C, other))
+            many.add_(largest_one, slots[other])
         many.subtract_(many.negate_(largest_one), [gradient[name] for name in gradient_C])
-    return gradient_C
+    return gradient_C, slots
 
 
 def _slot(stack_C: Params, c: int) -> list[Tensor]:

@@ -313,7 +313,7 @@ def watch_layers(
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 1 and len(value) == num_rows
+    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == num_rows
 
 
 def _leaves(params: Params) -> Params:

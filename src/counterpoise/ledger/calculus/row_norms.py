@@ -187,8 +187,8 @@ def _differentiate(call: Call, weight: Tensor) -> Tensor:
 
 
 def _norm(gradient_KS: Tensor, rates: Sequence[Tensor | float]) -> Tensor:
-    """sum_p P_p g_p^2 of each row, over all weights."""
-    square_KSP = gradient_KS.square().flatten(2)
+    """sum_p P_p g_p^2 of each row, over all weights; in the gradient's memory."""
+    square_KSP = gradient_KS.square_().flatten(2)
     if all(isinstance(rate, Tensor) for rate in rates):
         square_KSP *= torch.stack(rates).flatten(1)[:, None]  # pyright: ignore[reportArgumentType]
         return square_KSP.sum((0, 2))

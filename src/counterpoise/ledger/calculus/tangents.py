@@ -147,7 +147,8 @@ def logp_change(
 
     def of(parameter: Tensor) -> Moving:
         name = names[id(parameter)]
-        return Moving(params.get(name, parameter.detach()), direction_C.get(name))
+        value = params[name] if name in params else parameter.detach()
+        return Moving(value, direction_C.get(name))
 
     weight = of(model.lm_head.weight)
     with torch.autocast(device, enabled=False):
