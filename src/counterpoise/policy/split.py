@@ -63,10 +63,8 @@ def split_weights(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """
     from counterpoise.policy.kernels.triton_split import right_parts
 
-    sizes, parts = (
-        [sum(map(len, group)) for group in weights],
-        [p for group in weights for p in group],
-    )
+    sizes = [sum(map(len, group)) for group in weights]
+    parts = [part for group in weights for part in group]
     return list(right_parts(torch.cat(parts) if len(parts) > 1 else parts[0]).split(sizes))
 
 
