@@ -21,7 +21,7 @@ from rich.console import Console
 
 from counterpoise.arena import race as module
 from counterpoise.arena import serial, shared, stacked
-from counterpoise.arena.at_once import _heard
+from counterpoise.arena.at_once import _heard, each
 from counterpoise.arena.crew import Crew
 from counterpoise.arena.design import Arm, Design, read_design, write_design
 from counterpoise.arena.live import Live
@@ -172,6 +172,32 @@ def test_an_error_in_one_of_two_stacks_at_a_time_is_the_arenas() -> None:
     assert next(heard) == ("step", 64)  # what was said before counts
     with pytest.raises(ConfigError, match="no such task"):
         next(heard)
+
+
+def test_activity_of_several_processes_is_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("psr", "nsr", "dr_grpo")
+    own = Arm("own", {"method": {"name": "delta"}}, control="psr")
+    arms = (*design().arms, *(Arm(name, {"method": {"name": name}}) for name in names), own)
+    plan, found = design(arms=arms, evaluations=(2,)), []
+    monkeypatch.setattr(module, "run_all", lambda *args: None)  # the activity alone
+    monkeypatch.setattr(module, "LEAST_ARMS", 2)
+    parts: list[int] = []
+    monkeypatch.setattr(
+        module,
+        "each",
+        lambda arena, work, items: parts.append(len(items)) or each(arena, work, items),
+    )
+    for jobs in (1, 2):
+        out = tmp_path / str(jobs)
+        run(out, plan, size=8, jobs=jobs)
+        found.append(read_activity(out))
+    assert parts == [2, 3]  # two controls; with two processes the arms of one are cut in two
+    one, two = found
+    assert one.keys() == two.keys() == {"fade", *names, "own"}
+    for name in one:
+        assert two[name].mean == pytest.approx(one[name].mean, abs=1e-3)
 
 
 def test_the_a_a_floor_and_activity(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe, get_context
@@ -11,16 +11,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
+from typing import Any, TypeVar
 
 from counterpoise.arena.design import Design
 from counterpoise.arena.live import Live
-from counterpoise.arena.results import Run
 from counterpoise.arena.serial import start_process
 from counterpoise.arena.shared import Arena, opened
-from counterpoise.arena.stacked import train_stack
 
 Note = tuple[str, int | str]  # what ``Live`` is asked to do, and with what
 LISTEN_S = 0.5
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Relay(Live):
@@ -40,20 +41,23 @@ class Relay(Live):
         self.notes.put(("say", line))
 
 
-def train_stacks(arena: Arena, stacks: Sequence[list[Run]]) -> None:
-    """Every stack to its end, ``arena.jobs`` at a time."""
-    jobs = min(arena.jobs, len(stacks))
+def each(
+    arena: Arena, work: Callable[[Arena, Item], Result], items: Sequence[Item]
+) -> list[Result]:
+    """``work(arena, item)`` of every item, ``arena.jobs`` of them at a time in processes that have
+    an arena of their own; which takes the next one as soon as it is free.
+    """
+    jobs = min(arena.jobs, len(items))
     if jobs < 2:
-        for runs in stacks:
-            train_stack(arena, runs)
-        return
+        return [work(arena, item) for item in items]
     with _processes(jobs) as (pool, notes):
         workers = -(-arena.crew.num_workers // jobs)
         columns = arena.design, arena.out, arena.size, workers, arena.crew.folder
-        shares = [list(stacks[first::jobs]) for first in range(jobs)]
-        waiting = [pool.submit(_train_share, share, *columns) for share in shares]
-        for name, value in _heard(waiting, notes):
+        running = [pool.submit(_take_turns, work, list(items), *columns) for _ in range(jobs)]
+        for name, value in _heard(running, notes):
             getattr(arena.live, name)(value)
+        found = {k: result for one in running for k, result in one.result().items()}
+        return [found[k] for k in range(len(items))]
 
 
 @contextmanager
@@ -62,7 +66,8 @@ def _processes(jobs: int) -> Iterator[tuple[Executor, Queue[Note]]]:
     context, (reader, writer) = get_context("spawn"), Pipe(duplex=False)
     notes: Queue[Note] = context.Queue()
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, context, _start, (threads, reader, notes))
+    columns = threads, reader, notes, context.Value("q", 0)
+    pool = ProcessPoolExecutor(jobs, context, _start, columns)
     try:
         yield pool, notes
         pool.shutdown()
@@ -71,8 +76,9 @@ def _processes(jobs: int) -> Iterator[tuple[Executor, Queue[Note]]]:
         writer.close()
 
 
-def _heard(waiting: list[Future[None]], notes: Queue[Note]) -> Iterator[Note]:
+def _heard(running: Sequence[Future[Any]], notes: Queue[Note]) -> Iterator[Note]:
     """Notes until all are done; an error of one is raised."""
+    waiting = list(running)
     while waiting:
         ended = [one for one in waiting if one.done()]
         try:
@@ -84,23 +90,34 @@ def _heard(waiting: list[Future[None]], notes: Queue[Note]) -> Iterator[Note]:
 
 
 _NOTES: Queue[Note] | None = None  # of a worker process
+_NEXT: Any = None  # the number of the next item, for all of them
 
 
-def _start(num_threads: int, end: Connection, notes: Queue[Note]) -> None:
-    global _NOTES
+def _start(num_threads: int, end: Connection, notes: Queue[Note], next_item: Any) -> None:
+    global _NOTES, _NEXT
     start_process(num_threads, end)
-    _NOTES = notes
+    _NOTES, _NEXT = notes, next_item
 
 
-def _train_share(
-    stacks: list[list[Run]],
+def _take_turns(
+    work: Callable[[Arena, Item], Result],
+    items: list[Item],
     design: Design,
     out: Path,
     size: int,
     num_workers: int,
     memory: Path | None,
-) -> None:
+) -> dict[int, Result]:
+    """What this process did, by the numbers of the items."""
     assert _NOTES is not None
+    found = {}
     with opened(design, out, Relay(_NOTES), size, num_workers, 1, memory) as arena:
-        for runs in stacks:
-            train_stack(arena, runs)
+        while (k := _next()) < len(items):
+            found[k] = work(arena, items[k])
+    return found
+
+
+def _next() -> int:
+    with _NEXT.get_lock():
+        _NEXT.value += 1
+        return _NEXT.value - 1

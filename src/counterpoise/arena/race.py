@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from counterpoise.arena.activity import cosines, cosines_apart
-from counterpoise.arena.at_once import train_stacks
+from counterpoise.arena.at_once import each
 from counterpoise.arena.batch import bench_of
 from counterpoise.arena.design import Design
 from counterpoise.arena.live import Live
@@ -24,8 +24,10 @@ from counterpoise.arena.runs import config_of, final_runs, in_turns, shape_of, s
 from counterpoise.arena.serial import train_apart
 from counterpoise.arena.shared import Arena, is_alone, opened, shares_stack, why_alone
 from counterpoise.arena.stack import stack_of
+from counterpoise.arena.stacked import train_stack
 from counterpoise.run.files import write_json
 
+LEAST_ARMS = 8  # of a part of the activity
 APART_BATCHES = 5  # of the activity of runs that cannot be stacked
 
 
@@ -64,7 +66,7 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     arena.live.begin(phase, len(runs), len(runs) * last)
     arena.live.skip(len(runs) - len(left), (len(runs) - len(left)) * last)
     together = [run for run in left if not is_alone(arena, run)]
-    train_stacks(arena, stacks(arena.design, together, arena.size))
+    each(arena, train_stack, stacks(arena.design, together, arena.size))
     alone = in_turns(run for run in left if is_alone(arena, run))
     train_apart(arena.design, arena.out, alone, arena.live, arena.jobs)
 
@@ -78,30 +80,54 @@ def activity(arena: Arena) -> dict[str, Any]:
     pairs = [(arm.name, design.control_of(arm.name)) for arm in design.arms if not arm.repeats]
     pairs = [(name, control) for name, control in pairs if control is not None]
     seeds, num = (design.tuning_seeds or design.seeds)[:1], max(1, design.last)
-    if why_alone(arena, arena.config):
-        num = min(num, APART_BATCHES)
-    controls = dict.fromkeys(control for _, control in pairs)
-    arena.live.begin("activity", len(seeds) * len(controls), len(seeds) * num * len(pairs))
-    for control in controls:
-        names = [name for name, own in pairs if own == control]
-        for name, values in cosines_that_fit(arena, control, names, seeds, num).items():
-            arms[name] = {"control": control, "cosine": values}
+    if why_alone(arena, arena.config):  # it holds copies: one process has more memory for them
+        arena, num = arena._replace(jobs=1), min(num, APART_BATCHES)
+    parts = [
+        Part(control, tuple(some), tuple(seeds), num)
+        for control in dict.fromkeys(control for _, control in pairs)
+        for some in cut([name for name, own in pairs if own == control], len(pairs), arena.jobs)
+    ]
+    arena.live.begin("activity", len(seeds) * len(parts), len(seeds) * num * len(pairs))
+    for part, found in zip(parts, each(arena, cosines_that_fit, parts)):
+        for name, values in found.items():
+            arms[name] = {"control": part.control, "cosine": values}
     return {"batches": num, "seeds": list(seeds), "arms": arms}
 
 
-def cosines_that_fit(
-    arena: Arena, control: str, names: Sequence[str], seeds: Sequence[int], num: int
-) -> dict[str, list[float]]:
+class Part(NamedTuple):
+    """Arms whose activity is measured side by side: against which control, over which seeds and how
+    many batches.
+    """
+
+    control: str
+    names: tuple[str, ...]
+    seeds: tuple[int, ...]
+    num: int
+
+
+def cut(names: Sequence[str], num_all: int, jobs: int) -> list[Sequence[str]]:
+    """Arms of one control in parts, so that so many processes have about as many of all arms; each
+    part has the control once more, so it has ``LEAST_ARMS`` at least.
+
+    >>> cut("abcdefghij", 12, 2), cut("kl", 12, 2)
+    (['abcdefgh', 'ij'], ['kl'])
+    """
+    size = max(LEAST_ARMS, -(-num_all // jobs))
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def cosines_that_fit(arena: Arena, part: Part) -> dict[str, list[float]]:
     """``arm_cosines``; out of memory, of half the arms after the other half."""
     try:
-        return arm_cosines(arena, control, names, seeds, num)
+        return arm_cosines(arena, *part)
     except torch.OutOfMemoryError:
-        if len(names) == 1:
+        if len(part.names) == 1:
             raise
-        arena.live.say(f"no memory for {len(names)} arms at once: {len(names) // 2} at a time")
+        half = len(part.names) // 2
+        arena.live.say(f"no memory for {len(part.names)} arms at once: {half} at a time")
     torch.cuda.empty_cache()
-    halves = names[: len(names) // 2], names[len(names) // 2 :]
-    first, second = (cosines_that_fit(arena, control, some, seeds, num) for some in halves)
+    halves = part.names[:half], part.names[half:]
+    first, second = (cosines_that_fit(arena, part._replace(names=some)) for some in halves)
     return first | second
 
 
