@@ -242,7 +242,7 @@ def test_activity_by_turns_is_that_of_a_stack(
     recipe = {**RECIPE, "optimizer": {"updates_per_batch": 2, "warmup": 2}}
     plan = design(recipe=recipe, arms=arms, evaluations=(3,))
     run(tmp_path / "stacked", plan, size=8)
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(shared, "LARGE", 1)
     monkeypatch.setattr(module, "train_apart", lambda *_: None)
     run(tmp_path / "apart", plan)
     stacked, apart = (read_activity(tmp_path / name) for name in ("stacked", "apart"))
@@ -273,7 +273,7 @@ def test_runs_that_fit_are_not_stopped_by_their_activity(
     def too_much(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(shared, "LARGE", 1)
     monkeypatch.setattr(module, "cosines_apart", too_much)
     results = run(tmp_path / "arena", design(evaluations=(1,)))
     assert {one.arm for one, _ in results} == {"grpo", "fade", "grpo again"}
@@ -323,7 +323,7 @@ def test_a_large_model_trains_alone_and_its_start_is_scored_once(
         scored.append(config.seed)
         return score(plan, config, policy)
 
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(shared, "LARGE", 1)
     monkeypatch.setattr(serial, "scores", counted)
     results = run(tmp_path / "arena", design(evaluations=(0, 1)))
     order = [run.arm for run, batch in results if batch == 1]
