@@ -56,8 +56,8 @@ def each(
         running = [pool.submit(_take_turns, work, list(items), *columns) for _ in range(jobs)]
         for name, value in _heard(running, notes):
             getattr(arena.live, name)(value)
-        found = {k: result for one in running for k, result in one.result().items()}
-        return [found[k] for k in range(len(items))]
+        result_of = {k: result for one in running for k, result in one.result().items()}
+        return [result_of[k] for k in range(len(items))]
 
 
 @contextmanager
@@ -110,11 +110,11 @@ def _take_turns(
 ) -> dict[int, Result]:
     """What this process did, by the numbers of the items."""
     assert _NOTES is not None
-    found = {}
+    result_of = {}
     with opened(design, out, Relay(_NOTES), size, num_workers, 1, memory) as arena:
         while (k := _next()) < len(items):
-            found[k] = work(arena, items[k])
-    return found
+            result_of[k] = work(arena, items[k])
+    return result_of
 
 
 def _next() -> int:

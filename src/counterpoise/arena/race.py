@@ -88,8 +88,8 @@ def activity(arena: Arena) -> dict[str, Any]:
         for some in cut([name for name, own in pairs if own == control], len(pairs), arena.jobs)
     ]
     arena.live.begin("activity", len(seeds) * len(parts), len(seeds) * num * len(pairs))
-    for part, found in zip(parts, each(arena, cosines_that_fit, parts)):
-        for name, values in found.items():
+    for part, cosines_of in zip(parts, each(arena, cosines_that_fit, parts)):
+        for name, values in cosines_of.items():
             arms[name] = {"control": part.control, "cosine": values}
     return {"batches": num, "seeds": list(seeds), "arms": arms}
 
