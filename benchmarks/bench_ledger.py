@@ -12,8 +12,7 @@ of one more batch: with a clock at each an accelerator cannot work ahead, so the
 ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
 peak with and without the
 ledger: of the accelerator where there is one, else of two processes. On a machine that does other
-    work meanwhile, ``--cpu-time`` counts
-processor time.
+work meanwhile, ``--cpu-time`` counts processor time.
 """
 
 from __future__ import annotations

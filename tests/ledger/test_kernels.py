@@ -284,7 +284,7 @@ def test_the_ledger_runs_with_the_kernels_of_the_update(monkeypatch):
     """Each enters the block of the update's layers; the decoder runs five times per update, and
     once more for the noise floor and for what is tried on a new model.
     """
-    model, inside, forwards = tiny(), [], []
+    model, inside, forwards = tiny().to(DEVICE), [], []
     book_of(model, nullcontext)  # what is tried once
 
     @contextmanager

@@ -130,26 +130,27 @@ def account(
         notes += _head_notes(scores, updates)
         if scores.own_head_NT is not None:
             columns["own_head"] = sent_NT * scores.own_head_NT
+        parts = None
+        if is_batched is not None:
+            parts = decompose(
+                of_model(model, texts, autocast, kernels),
+                before,
+                {name: p.detach() for name, p in live.items()},
+                weight_NT,
+                classes,
+                updates,
+                gradient,
+                is_batched=is_batched,
+            )
+        # last: many small steps, that the host hands out while an accelerator is at the large ones
         if updates is not None and own_tokens:
             part_S = own_parts(model, texts, before, updates, laid_out, autocast, kernels)
             columns["own"] = own_column(weight_NT, tokens, part_S)
-        if is_batched is None:
-            return Account(columns, notes, scores.noise_floor)
-        after = {name: p.detach() for name, p in live.items()}
-        parts = decompose(
-            of_model(model, texts, autocast, kernels),
-            before,
-            after,
-            weight_NT,
-            classes,
-            updates,
-            gradient,
-            is_batched=is_batched,
-        )
-        columns["predicted"] = parts.predicted_NT
-        if "own" in columns:
-            columns["others"] = parts.predicted_NT - columns["own"]
-        columns |= part_columns(parts.parts)
+        if parts is not None:
+            columns["predicted"] = parts.predicted_NT
+            if "own" in columns:
+                columns["others"] = parts.predicted_NT - columns["own"]
+            columns |= part_columns(parts.parts)
         return Account(columns, notes, scores.noise_floor)
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from counterpoise.policy.prefix import attend_prompts
+
 
 class Kernels(NamedTuple):
     """``mix(attention, heads, position_embeddings, attention_mask, **kwargs)`` takes what
@@ -186,9 +188,7 @@ def _mix_prefixes(
     cos, sin = (part[0] for part in position_embeddings)
     placed = place(query, key, value, cos, sin, layout, product_dtype(query, cos))
     query, key, value = (part.transpose(1, 2) for part in placed[:3])
-    first = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=True
-    )
+    first = attend_prompts(query, key, value, attention.scaling)
     query, key, value = (part.transpose(1, 2) for part in placed[3:])
     second = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=attention.scaling

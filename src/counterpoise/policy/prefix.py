@@ -3,10 +3,10 @@
 Tokens are laid flat, ``[1, P * W + N * S]``: the distinct prompts, then the responses. A decoder's
 layers work token by token and run as they are; attention alone knows rows, and is ours for the
 call: prompts attend to themselves, a response to its prompt and to itself. Log-probs and gradients
-    are those of whole rows, up to rounding.
+are those of whole rows, up to rounding.
 
 Axes: N rollouts, P distinct prompts, W prompt width, S response width, K key-value heads, G query
-    heads of each, C head size.
+heads of each, C head size.
 """
 
 from __future__ import annotations
@@ -200,9 +200,7 @@ def attend(
     (own_q, q), (own_k, k), (own_v, v) = (
         _split(part, num_prompts, width, num_rows) for part in (query, key, value)
     )
-    first = F.scaled_dot_product_attention(
-        own_q, own_k, own_v, is_causal=True, scale=scaling, enable_gqa=True
-    )
+    first = attend_prompts(own_q, own_k, own_v, scaling)
     groups = q.shape[1] // k.shape[1]
     keys, values = (
         torch.cat([own.index_select(0, kwargs["prefix_N"]), part], 2)
@@ -214,6 +212,20 @@ def attend(
     )
     second = second.unflatten(2, (groups, length)).flatten(1, 2)
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in (first, second)])[None], None
+
+
+def attend_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Prompts attend to themselves: [P, heads, W, C].
+
+    For float32 CUDA has no fast kernel in which query heads share a key-value head, and takes some
+    25 small steps instead; so each gets a copy of its own: prompts are a small part of the tokens.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and query.dtype == torch.float32:
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] < query.shape[1]
+    )
 
 
 @contextmanager
