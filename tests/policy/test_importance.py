@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from counterpoise.maths.noise import normal_at
 from counterpoise.policy import measure_importance
 from counterpoise.policy.backbone import backbone
-from counterpoise.policy.importance import row_noise
 from helpers.tiny_models import tiny
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
@@ -55,7 +55,10 @@ def direct(model, *, seed, temperature=1.0, sigma=SIGMA):
         predicted = [len(prompt) + t - 1 for t in answer]
         clean = embedding(torch.tensor([prompt + response])).detach()
         noisy = clean.clone()
-        noisy[0, places] += sigma * row_noise(embedding.weight, [row], [len(places)], seed)
+        at_K = torch.tensor(reasoning)
+        number_K = torch.full_like(at_K, row)
+        unit_KD = normal_at(torch.full_like(at_K, seed), number_K, at_K, clean.shape[-1])
+        noisy[0, places] += (sigma * unit_KD).to(clean.dtype)
         noisy.requires_grad_()
         both = [
             (model(inputs_embeds=x).logits[0, predicted] / temperature).log_softmax(-1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from counterpoise.policy import load_model
-from counterpoise.policy.offsets import token_at
+from counterpoise.policy.offsets import positions_at, token_at
 from counterpoise.tasks.arithmetic import Arithmetic, demonstration
 
 BUNDLED = load_model("bundled")
@@ -60,3 +61,24 @@ def test_bytes_of_a_character_belong_to_it(text: str, place: int):
         plain = next(k for k, end in enumerate(ends) if end >= num_bytes)
         assert token_at(tokenizer, ids, at) == plain
         assert token_at(tokenizer, row, at) == plain + (plain >= min(place, len(ids)))
+
+
+@given(
+    st.lists(st.text(alphabet="abcdé🙂 ", min_size=1, max_size=9), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_positions_of_many_rows_are_those_of_single_ones(texts, place: int, offset: int):
+    """Holes, padding, special tokens; rows whose tokens add up to the text and rows whose do not;
+    one without an offset.
+    """
+    tokenizer = byte_tokenizer()
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    rows = [[*ids[:place], tokenizer.eos_token_id, *ids[place:], 7] for ids in rows]  # 7: a hole
+    width = max(map(len, rows))
+    ids_NT = torch.tensor([ids + [0] * (width - len(ids)) for ids in [*rows, rows[0]]])
+    mask_NT = torch.tensor([[t < len(ids) - 1 for t in range(width)] for ids in [*rows, rows[0]]])
+    offsets = [min(offset, len(text)) for text in texts]
+    expected = [token_at(tokenizer, ids[:-1], at) for ids, at in zip(rows, offsets)]
+    got_N = positions_at(tokenizer, ids_NT, mask_NT, [*offsets, None])
+    assert got_N.tolist() == [-1 if at is None else at for at in [*expected, None]]

@@ -1,8 +1,8 @@
 """The influence of tokens on the answer for many members at once: ``policy.importance`` on a stack.
 
 Axes: S members, P parameters of a member, N rollouts of a member, R of them in one forward, L
-    tokens of a row, T response tokens, M answer tokens and K reasoning tokens end to end, D hidden
-    size.
+tokens of a row, T response tokens, M answer tokens and K reasoning tokens end to end, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from counterpoise.arena.forward import embed_rows, hidden_of_embeddings, respons
 from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Texts, pick
 from counterpoise.maths.head import Head
-from counterpoise.policy.importance import SIGMA, UNSCORED, hidden_pull, row_noise, spans
+from counterpoise.maths.noise import normal_at
+from counterpoise.policy.importance import SIGMA, UNSCORED, hidden_pull, spans
 from counterpoise.sampling.decoder import Weights
 
 
@@ -40,6 +41,7 @@ def stack_importance(
     """
     weights = restructure(stack, stack.theta_SP[torch.tensor(members)])
     num_members, num = answer_SN.shape
+    seed_S = torch.tensor(seeds, device=answer_SN.device)
     parts = []
     for row_R in torch.arange(num, device=answer_SN.device).split(num_rows):
         row_SR = row_R.expand(num_members, -1)
@@ -48,12 +50,9 @@ def stack_importance(
             column.unflatten(0, answer_SR.shape)
             for column in spans(some.mask_SNT.flatten(0, 1), answer_SR.flatten())
         )
-        noise_KD = torch.cat(
-            [
-                SIGMA * row_noise(weights.embed_VD[s], row_R.tolist(), counts, seed)
-                for s, (seed, counts) in enumerate(zip(seeds, is_scored_SRT.sum(2).tolist()))
-            ]
-        )
+        s_K, r_K, t_K = is_scored_SRT.nonzero(as_tuple=True)
+        unit_KD = normal_at(seed_S[s_K], row_R[r_K], t_K, weights.embed_VD.shape[-1])
+        noise_KD = (SIGMA * unit_KD).to(weights.embed_VD.dtype)
         spans_SRT = is_scored_SRT, is_answer_SRT
         parts.append(scores(stack, weights, some, spans_SRT, noise_KD, temperature))
     return torch.cat(parts, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from counterpoise.maths.head import CHUNK_LOGITS, Head, head_logits
-from counterpoise.maths.reduce import derived_seed
+from counterpoise.maths.noise import normal_at
 from counterpoise.policy.backbone import Backbone, backbone, evaluating
 from counterpoise.policy.measure import TOKEN_BUDGET
 from counterpoise.policy.pack import (
@@ -63,7 +63,7 @@ def measure_importance(
         mask_NT: True on tokens that the model wrote; others are read, not scored.
         answer_N: the position of the first answer token; model tokens before it are reasoning
             tokens. -1 where there is no answer: then no token is scored.
-        seed: of the noise; every row has its own, so that batching does not change it.
+        seed: of the noise; every token has its own, so that batching does not change it.
         token_budget: tokens of one forward, prompt and padding included.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -111,10 +111,10 @@ def measure_importance(
                 share=share,
             )
             row_K, column_K = is_scored_NT[row_B].nonzero(as_tuple=True)
-            noise_KD = sigma * row_noise(
-                embedding.weight, numbers, is_scored_NT[row_B].sum(1).tolist(), seed
-            )
-            place_K = input_places(rows, row_K.to(model.device), column_K.to(model.device))
+            number_K, *here = (at.to(model.device) for at in (row_B[row_K], row_K, column_K))
+            seed_K = torch.full_like(number_K, seed)
+            unit_KD = normal_at(seed_K, number_K, here[1], embedding.embedding_dim)
+            place_K, noise_KD = input_places(rows, *here), (sigma * unit_KD).to(embedding.weight)
             score_K = _scores(model, parts, rows, (place_K, noise_KD), temperature)
             score_NT[row_B[row_K], column_K] = score_K.to(score_NT)
     return score_NT
@@ -131,18 +131,6 @@ def spans(mask_NT: Tensor, answer_N: Tensor) -> tuple[Tensor, Tensor]:
     scored_NT, answer_NT = mask_NT & is_before_NT, mask_NT & ~is_before_NT
     has_both_N1 = scored_NT.any(1, keepdim=True) & answer_NT.any(1, keepdim=True)
     return scored_NT & has_both_N1, answer_NT & has_both_N1
-
-
-def row_noise(like: Tensor, rows: Sequence[int], counts: Sequence[int], seed: int) -> Tensor:
-    """Standard normal numbers, [K, D], ``counts`` of them per row; those of a row depend on (seed,
-    row) alone, and are the same in every precision.
-    """
-    parts = []
-    for row, num in zip(rows, counts):
-        generator = torch.Generator(like.device).manual_seed(derived_seed(seed, row, "noise"))
-        size = (num, like.shape[1])
-        parts.append(torch.randn(size, generator=generator, device=like.device))
-    return torch.cat(parts).to(like.dtype)
 
 
 def input_places(rows: Packed, row_K: Tensor, column_K: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoise.policy.load import decode_texts
 from counterpoise.text import shared_length
 
 
@@ -50,12 +51,16 @@ def positions_at(
         offsets: a character of ``decode`` of those tokens per row, or None.
     """
     out_N = torch.full_like(token_ids_NT[:, 0], -1)
-    for row, offset in enumerate(offsets):
-        position = mask_NT[row].nonzero()[:, 0]
-        ids = token_ids_NT[row, position].tolist()
-        token = None if offset is None else token_at(tokenizer, ids, offset)
+    asked = [row for row, offset in enumerate(offsets) if offset is not None]
+    places = [mask_NT[row].nonzero()[:, 0] for row in asked]
+    token_ids = [token_ids_NT[row, place].tolist() for row, place in zip(asked, places)]
+    texts = decode_texts(tokenizer, token_ids)
+    for row, place, ids, ends in zip(asked, places, token_ids, _ends(tokenizer, token_ids, texts)):
+        offset = offsets[row]
+        assert offset is not None
+        token = token_at(tokenizer, ids, offset) if ends is None else _completing(ends, offset)
         if token is not None:
-            out_N[row] = position[token]
+            out_N[row] = place[token]
     return out_N
 
 
@@ -68,24 +73,46 @@ def tokens_from(
     """For characters of each text the index of the first token that begins there or behind; the
     number of tokens where none does.
 
-    Tokens are decoded one by one, each id once; a text that its tokens do not add up to (parts of
-    a character, spaces that a tokenizer puts between tokens) is decoded by prefixes.
-
     Args:
         texts: ``decode(ids, skip_special_tokens=True)`` of every row.
     """
-    distinct = sorted({token for ids in token_ids for token in ids})
-    decoded = tokenizer.batch_decode([[token] for token in distinct], skip_special_tokens=True)
-    piece_of = dict(zip(distinct, decoded))
     out = []
-    for ids, text, places in zip(token_ids, texts, offsets, strict=True):
-        pieces = [piece_of[token] for token in ids]
-        if "".join(pieces) == text:
-            starts = [0, *accumulate(map(len, pieces))][: len(ids)]
-            out.append([bisect_left(starts, offset) for offset in places])
-        else:
+    for ids, text, places, ends in zip(
+        token_ids, texts, offsets, _ends(tokenizer, token_ids, texts), strict=True
+    ):
+        if ends is None:
             out.append([_from_prefixes(tokenizer, ids, text, offset) for offset in places])
+        else:
+            starts = [0, *ends][: len(ids)]
+            out.append([bisect_left(starts, offset) for offset in places])
     return out
+
+
+def _ends(
+    tokenizer: Any, token_ids: Sequence[Sequence[int]], texts: Sequence[str]
+) -> list[list[int] | None]:
+    """Where in its text each token ends: tokens are decoded one by one, each id once. None for a
+    text that its tokens do not add up to (parts of a character, spaces that a tokenizer puts
+    between tokens).
+    """
+    distinct = sorted({token for ids in token_ids for token in ids})
+    piece_of = dict(zip(distinct, decode_texts(tokenizer, [[token] for token in distinct])))
+    rows = [[piece_of[token] for token in ids] for ids in token_ids]
+    return [
+        list(accumulate(map(len, pieces))) if "".join(pieces) == text else None
+        for pieces, text in zip(rows, texts, strict=True)
+    ]
+
+
+def _completing(ends: list[int], offset: int) -> int | None:
+    """``token_at`` of tokens that end there.
+
+    >>> [_completing([2, 5, 5], offset) for offset in (0, 2, 4, 5)]
+    [0, 1, 1, 2]
+    """
+    length = ends[-1] if ends else 0
+    token = bisect_right(ends, offset) if offset < length else bisect_left([0, *ends], length)
+    return token if token < len(ends) else None
 
 
 def _from_prefixes(tokenizer: Any, token_ids: Sequence[int], text: str, offset: int) -> int:
