@@ -2,6 +2,9 @@
 
 python benchmarks/arena_table.py benchmarks/results/arena_long/summary.json
 python benchmarks/arena_table.py benchmarks/results/arena_long/summary.json --table equal
+python benchmarks/arena_table.py benchmarks/results/arena_rare/summary.json --seeds
+
+Rows come by sampled accuracy; ``--seeds`` says how many of each, where they differ.
 """
 
 from __future__ import annotations
@@ -32,12 +35,17 @@ def main() -> None:
     )
     parser.add_argument("summary", type=Path)
     parser.add_argument("--table", default="final", choices=("final", "equal"))
+    parser.add_argument("--seeds", action="store_true")
     args = parser.parse_args()
     table = json.loads(args.summary.read_text())[args.table]["rows"]
     rows = [row for row in table if row["metrics"]["sampled"][0] is not None]  # those that ran
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for row in rows:
-        print(f"| {' | '.join(cells(row))} |")
+    rows.sort(key=lambda row: row["metrics"]["sampled"][0], reverse=True)
+    lines = [list(HEAD), ["---"] * len(HEAD), *map(cells, rows)]
+    if args.seeds:
+        seeds = ["seeds", "---", *(str(row["seeds"]) for row in rows)]
+        lines = [[*line[:2], num, *line[2:]] for line, num in zip(lines, seeds)]
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from counterpoise.arena import importance
 from counterpoise.arena.importance import stack_importance
 from counterpoise.arena.measure import measure_stack
 from counterpoise.arena.stack import stack_of
@@ -62,9 +63,12 @@ def test_nothing_is_measured_that_nobody_reads() -> None:
     assert measure_stack(stack, start_P, texts, frozenset({"entropy_NT"}), 1.0) == {}
 
 
-@pytest.mark.parametrize("num_rows", [4, 3, 1])
-def test_importance_is_the_trainers(num_rows: int) -> None:
-    """Of two members of three; one has no answers at all. The cut into forwards changes nothing."""
+@pytest.mark.parametrize(("num_rows", "chunk"), [(4, 1 << 24), (3, 1), (1, 1 << 24)])
+def test_importance_is_the_trainers(num_rows: int, chunk: int, monkeypatch) -> None:
+    """Of three members in another order; one has no answers at all. The cut into forwards and
+    logits changes nothing.
+    """
+    monkeypatch.setattr(importance, "CHUNK_LOGITS", chunk)
     stack, _, own, _, texts = three_members("llama")
     members, seeds = [0, 2, 1], [11, 12, 13]
     got_SNT = stack_importance(

@@ -15,9 +15,9 @@ from torch import Tensor
 from counterpoise.arena.forward import embed_rows, hidden_of_embeddings, response_states
 from counterpoise.arena.stack import Stack, restructure
 from counterpoise.arena.texts import Texts, pick
-from counterpoise.maths.head import Head
+from counterpoise.maths.head import CHUNK_LOGITS
 from counterpoise.maths.noise import normal_at
-from counterpoise.policy.importance import SIGMA, UNSCORED, hidden_pull, spans
+from counterpoise.policy.importance import SIGMA, UNSCORED, spans
 from counterpoise.sampling.decoder import Weights
 
 
@@ -86,11 +86,39 @@ def scores(
         clean_SRTD = states(clean_SRLD)
     with torch.enable_grad():
         state_SRTD = states(noisy_SRLD)
-    pull_SRTD = torch.zeros_like(clean_SRTD)
-    for s, at_RT in enumerate(is_answer_SRT):
-        pair = clean_SRTD[s][at_RT], state_SRTD[s].detach()[at_RT]
-        pull_SRTD[s][at_RT] = hidden_pull(*pair, Head(weights.head_DV[s].T), temperature)
+    pair = clean_SRTD, state_SRTD.detach()
+    pull_SRTD = answer_pull(weights, *pair, is_answer_SRT, temperature)
     (gradient_SRLD,) = torch.autograd.grad(state_SRTD, noisy_SRLD, pull_SRTD)
     score_SRT = torch.where(texts.mask_SNT, UNSCORED, 0.0)
     score_SRT[s_K, r_K, t_K] = (gradient_SRLD[place_K] * clean_KD).sum(-1).abs()
     return score_SRT
+
+
+def answer_pull(
+    weights: Weights,
+    clean_SRTD: Tensor,
+    noisy_SRTD: Tensor,
+    is_answer_SRT: Tensor,
+    temperature: float,
+) -> Tensor:
+    """What ``hidden_pull`` is for one model: the derivative of the KL of the answer by the noisy
+    states, [S, R, T, D]; 0 elsewhere. Answer tokens of a member stand side by side, as many members
+    at a time as ``CHUNK_LOGITS`` allow.
+    """
+    place_M = is_answer_SRT.nonzero(as_tuple=True)
+    s_M, count_S = place_M[0], is_answer_SRT.flatten(1).sum(1)
+    first_S, width = count_S.cumsum(0) - count_S, int(count_S.max())
+    column_M = torch.arange(len(s_M), device=s_M.device) - first_S[s_M]
+    rows_SWD = [clean_SRTD.new_zeros(len(count_S), width, clean_SRTD.shape[-1]) for _ in range(2)]
+    for row_SWD, state_SRTD in zip(rows_SWD, (clean_SRTD, noisy_SRTD)):
+        row_SWD[s_M, column_M] = state_SRTD[place_M]
+    size = max(1, CHUNK_LOGITS // max(1, width * weights.head_DV.shape[-1]))
+    pulls = []
+    for clean_SWD, noisy_SWD, head_SDV in zip(
+        *(part.split(size) for part in (*rows_SWD, weights.head_DV / temperature))
+    ):
+        gap_SWV = (noisy_SWD @ head_SDV).softmax(-1) - (clean_SWD @ head_SDV).softmax(-1)
+        pulls.append(gap_SWV @ head_SDV.mT)
+    pull_SRTD = torch.zeros_like(clean_SRTD)
+    pull_SRTD[place_M] = torch.cat(pulls)[s_M, column_M]
+    return pull_SRTD
