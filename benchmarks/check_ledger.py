@@ -39,6 +39,7 @@ from counterpoise.trainer.loop import ledger_recording, load_policy
 from counterpoise.trainer.update import adamw, apply_update
 
 FACTOR, LEAST = 2.0, 1e-3
+OWN_TOKENS = 64  # of an update: of the ledger's eight one may have half of all distance
 WHO = ("fused", "own")
 SCORES = ("trainer_logp", "trainer_logp_after", "delta")
 COLUMNS = (*SCORES, "predicted", "residual", "entropy", "kl", "own_head", "own")
@@ -79,7 +80,7 @@ def account_thrice(
     collected = collect(method, RolloutSampler(policy, task, config, 0, needs=method.needs))
     collected = measure_columns(policy, method, config, collected, None)
     credit = method.assign(collected.batch)
-    how = ledger_recording(config, policy, 0).book
+    how = ledger_recording(config, policy, 0).book._replace(own_tokens=OWN_TOKENS)
     kinds = {
         "fused": how._replace(kernels=fused(policy)),
         "own": how._replace(kernels=nullcontext),

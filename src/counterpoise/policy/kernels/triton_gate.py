@@ -29,7 +29,7 @@ def _open_back(gate: Tensor, up: Tensor, d_out: Tensor, d_gate: Tensor, d_up: Te
 
 def _grid(gate: Tensor) -> tuple[int, int]:
     size = gate.shape[-1]
-    return gate.numel() // size, triton.cdiv(size, BLOCK)
+    return gate.numel() // size, -(-size // BLOCK)
 
 
 @triton.jit

@@ -190,7 +190,7 @@ def _members(weight: Tensor, x: Tensor) -> int:
 
 @functools.cache
 def _tile(size: int) -> dict[str, int]:
-    block = triton.next_power_of_2(size)
+    block = int(triton.next_power_of_2(size))
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": warps}
 

@@ -148,7 +148,7 @@ def _dense_heads(part_LHC: Tensor) -> Tensor:
 
 def _constants(layout: Layout, sizes: tuple[int, int, int]) -> tuple[int, ...]:
     num_heads, num_kv, size = sizes
-    blocks = (triton.next_power_of_2(number) for number in (num_heads, num_kv, size // 2))
+    blocks = (int(triton.next_power_of_2(n)) for n in (num_heads, num_kv, size // 2))
     return layout.num_prompts * layout.width, layout.width, layout.length, *sizes, *blocks
 
 
