@@ -116,7 +116,8 @@ def summarise(
         equal = _table("equal", design, own, rates, cosines, metrics)
     tables = [final, *([equal] if equal else [])]
     few = _seed_warnings(final)
-    warnings = [*_floor_warnings(design, tables), *_run_warnings(final, choices), *few, *notes]
+    runs = [*_run_warnings(final, choices), *few, *_gate_warnings(final)]
+    warnings = [*_floor_warnings(design, tables), *runs, *notes]
     return Summary(design.control, design.last, design.margin, choices, final, equal, warnings)
 
 
@@ -265,10 +266,24 @@ def _floor_warnings(design: Design, tables: Sequence[Table]) -> list[str]:
         " something but the method differs, and no verdict of the table holds."
         for table in tables
         for row in table.rows
-        if row.verdict.kind == "repeat"
-        and DECIDES in row.differences
-        and (row.differences[DECIDES].low > 0 or row.differences[DECIDES].high < 0)
+        if row.verdict.kind == "repeat" and _leaves_out_0(row)
     ]
+
+
+def _gate_warnings(final: Table) -> list[str]:
+    """Arms that are called inactive and end elsewhere than their control."""
+    return [
+        f"{row.arm} is called inactive, and is {points(*row.differences[DECIDES])} points from"
+        f" {row.control}. By chance that is one arm in twenty; but over many batches small"
+        " differences of the updates add up, and a cosine does not see it."
+        for row in final.rows
+        if row.verdict.kind == "inactive" and _leaves_out_0(row)
+    ]
+
+
+def _leaves_out_0(row: Row) -> bool:
+    interval = row.differences.get(DECIDES)
+    return interval is not None and (interval.low > 0 or interval.high < 0)
 
 
 def _seed_warnings(final: Table) -> list[str]:
