@@ -310,13 +310,17 @@ def _run_warnings(final: Table, choices: Sequence[Tuning]) -> list[str]:
         if row.stopped
     ]
     missing = [f"{row.arm} {row.missing} of {row.planned}" for row in final.rows if row.missing]
-    edge = [f"{one.arm} {one.chosen:g}" for one in choices if one.is_at_edge]
+    at_edge: dict[float | None, list[str]] = {}
+    for one in choices:
+        if one.is_at_edge:
+            at_edge.setdefault(one.chosen, []).append(one.arm)
+    edge = [f"{rate:g} of {', '.join(arms)}" for rate, arms in at_edge.items()]
     lines = {
         "Runs stopped; means are over the others, which may be the better ones": stopped,
         "Runs are missing; the tables are of what is there": missing,
         "The best rate is the lowest or highest of the grid, a better one may lie beyond": edge,
     }
-    return [f"{text}: {', '.join(names)}." for text, names in lines.items() if names]
+    return [f"{text}: {'; '.join(names)}." for text, names in lines.items() if names]
 
 
 def _plain_fields(value: Summary) -> dict[str, Json]:
