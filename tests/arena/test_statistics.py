@@ -252,7 +252,7 @@ def test_tuning_flags_the_edge_and_avoids_rates_at_which_runs_stop():
     tuning = summary.tuning[0]
     assert (tuning.chosen, tuning.is_at_edge) == (1e-5, True)
     assert [rate.stopped for rate in tuning.rates] == [0, 0, 0, 1]
-    assert any("grpo 1e-05" in line for line in summary.warnings)
+    assert any(": 1e-05 of grpo" in line for line in summary.warnings)
 
 
 def test_tuning_seeds_judge_nothing_and_rates_may_go_through_float32():
