@@ -10,9 +10,8 @@ run (ratio / 10). Medians after a warm-up; the ledger's time includes its table 
 table's file is written while the next batch is sampled: ``parquet`` stands beside it. Stages are
 of one more batch: with a clock at each an accelerator cannot work ahead, so they add up to more.
 ``growth`` is ledger time a token on all prompts / on a quarter of them (1 is linear). Memory is the
-peak with and without the
-ledger: of the accelerator where there is one, else of two processes. On a machine that does other
-work meanwhile, ``--cpu-time`` counts processor time.
+peak with and without the ledger: of the accelerator where there is one, else of two processes. On a
+machine that does other work meanwhile, ``--cpu-time`` counts processor time.
 """
 
 from __future__ import annotations

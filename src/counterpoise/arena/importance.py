@@ -53,8 +53,8 @@ def stack_importance(
         s_K, r_K, t_K = is_scored_SRT.nonzero(as_tuple=True)
         unit_KD = normal_at(seed_S[s_K], row_R[r_K], t_K, weights.embed_VD.shape[-1])
         noise_KD = (SIGMA * unit_KD).to(weights.embed_VD.dtype)
-        spans_SRT = is_scored_SRT, is_answer_SRT
-        parts.append(scores(stack, weights, some, spans_SRT, noise_KD, temperature))
+        token_K = s_K, r_K, t_K
+        parts.append(scores(stack, weights, some, token_K, noise_KD, is_answer_SRT, temperature))
     return torch.cat(parts, 1)
 
 
@@ -62,17 +62,17 @@ def scores(
     stack: Stack,
     weights: Weights,
     texts: Texts,
-    spans_SRT: tuple[Tensor, Tensor],
+    token_K: tuple[Tensor, Tensor, Tensor],
     noise_KD: Tensor,
+    is_answer_SRT: Tensor,
     temperature: float,
 ) -> Tensor:
     """|<gradient of the KL of the answer, embedding>| at the tokens that are scored, [S, R, T].
 
     Args:
-        spans_SRT: which tokens are scored, and which are the answer.
+        token_K: the tokens that are scored, by member, row and position.
     """
-    is_scored_SRT, is_answer_SRT = spans_SRT
-    s_K, r_K, t_K = is_scored_SRT.nonzero(as_tuple=True)
+    s_K, r_K, t_K = token_K
     place_K = s_K, r_K, texts.start_SN[s_K, r_K] + t_K
     clean_SRLD = embed_rows(weights, texts.ids_SNL)
     clean_KD = clean_SRLD[place_K]
@@ -86,11 +86,10 @@ def scores(
         clean_SRTD = states(clean_SRLD)
     with torch.enable_grad():
         state_SRTD = states(noisy_SRLD)
-    pair = clean_SRTD, state_SRTD.detach()
-    pull_SRTD = answer_pull(weights, *pair, is_answer_SRT, temperature)
+    pull_SRTD = answer_pull(weights, clean_SRTD, state_SRTD.detach(), is_answer_SRT, temperature)
     (gradient_SRLD,) = torch.autograd.grad(state_SRTD, noisy_SRLD, pull_SRTD)
     score_SRT = torch.where(texts.mask_SNT, UNSCORED, 0.0)
-    score_SRT[s_K, r_K, t_K] = (gradient_SRLD[place_K] * clean_KD).sum(-1).abs()
+    score_SRT[token_K] = (gradient_SRLD[place_K] * clean_KD).sum(-1).abs()
     return score_SRT
 
 
@@ -109,14 +108,16 @@ def answer_pull(
     s_M, count_S = place_M[0], is_answer_SRT.flatten(1).sum(1)
     first_S, width = count_S.cumsum(0) - count_S, int(count_S.max())
     column_M = torch.arange(len(s_M), device=s_M.device) - first_S[s_M]
-    rows_SWD = [clean_SRTD.new_zeros(len(count_S), width, clean_SRTD.shape[-1]) for _ in range(2)]
-    for row_SWD, state_SRTD in zip(rows_SWD, (clean_SRTD, noisy_SRTD)):
-        row_SWD[s_M, column_M] = state_SRTD[place_M]
+
+    def side_by_side(state_SRTD: Tensor) -> Tensor:
+        out_SWD = state_SRTD.new_zeros(len(count_S), width, state_SRTD.shape[-1])
+        out_SWD[s_M, column_M] = state_SRTD[place_M]
+        return out_SWD
+
+    columns = side_by_side(clean_SRTD), side_by_side(noisy_SRTD), weights.head_DV / temperature
     size = max(1, CHUNK_LOGITS // max(1, width * weights.head_DV.shape[-1]))
     pulls = []
-    for clean_SWD, noisy_SWD, head_SDV in zip(
-        *(part.split(size) for part in (*rows_SWD, weights.head_DV / temperature))
-    ):
+    for clean_SWD, noisy_SWD, head_SDV in zip(*(column.split(size) for column in columns)):
         gap_SWV = (noisy_SWD @ head_SDV).softmax(-1) - (clean_SWD @ head_SDV).softmax(-1)
         pulls.append(gap_SWV @ head_SDV.mT)
     pull_SRTD = torch.zeros_like(clean_SRTD)

@@ -26,7 +26,7 @@ from counterpoise.arena.outcomes import (
     tunings,
 )
 from counterpoise.arena.results import Activity, Result
-from counterpoise.arena.verdict import Verdict, obstacle, verdict
+from counterpoise.arena.verdict import Verdict, obstacle, side, verdict
 from counterpoise.maths.intervals import (
     NONE,
     Interval,
@@ -282,8 +282,7 @@ def _gate_warnings(final: Table) -> list[str]:
 
 
 def _leaves_out_0(row: Row) -> bool:
-    interval = row.differences.get(DECIDES)
-    return interval is not None and (interval.low > 0 or interval.high < 0)
+    return DECIDES in row.differences and side(row.differences[DECIDES]) != 0
 
 
 def _seed_warnings(final: Table) -> list[str]:

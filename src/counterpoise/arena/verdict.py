@@ -56,7 +56,7 @@ def verdict(row: Row) -> Verdict:
         return Verdict(kind, f"{_with_greedy(row, kind)}{by}{_among(row)}")
     if is_small:
         return Verdict("equal", f"equal within the margin{_among(row)}")
-    after = " after Holm" if _side(difference) else ""
+    after = " after Holm" if side(difference) else ""
     words = f"not decided{after} (detectable: {100 * row.detectable:.1f} points)"
     return Verdict("undecided", words + _among(row))
 
@@ -67,16 +67,16 @@ def _with_greedy(row: Row, kind: str) -> str:
     ours, other = (1, "worse") if kind == "better" else (-1, "better")
     if not math.isfinite(greedy.low):
         return f"{kind} sampled, greedy not measured"
-    if _side(greedy) == ours:
+    if side(greedy) == ours:
         return f"{kind}, sampled and greedy"
-    if _side(greedy) == -ours:
+    if side(greedy) == -ours:
         return f"{kind} sampled, {other} greedy"
     if row.equivalence_p.get("greedy", 1.0) < SIGNIFICANT:
         return f"{kind} sampled, not greedy (equal within the margin)"
     return f"{kind} sampled, not shown greedy"
 
 
-def _side(interval: Interval) -> int:
+def side(interval: Interval) -> int:
     """1 above 0, -1 below, 0 if the interval holds 0 or is not known."""
     return int(interval.low > 0) - int(interval.high < 0)
 
