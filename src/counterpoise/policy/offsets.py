@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from counterpoise.policy.load import decode_texts
@@ -40,28 +39,42 @@ def token_at(tokenizer: Any, token_ids: Sequence[int], offset: int) -> int | Non
     return last if last < len(token_ids) else None
 
 
-def positions_at(
-    tokenizer: Any, token_ids_NT: Tensor, mask_NT: Tensor, offsets: Sequence[int | None]
-) -> Tensor:
-    """The position in each row of the token that completes a character of what the model wrote,
-    [N]; -1 where there is none (``token_at``).
+class Written(NamedTuple):
+    """What the model wrote of each row: its tokens, their positions in the row, and their text."""
+
+    token_ids: list[list[int]]
+    positions: list[list[int]]
+    texts: list[str]
+
+
+def written(tokenizer: Any, token_ids_NT: Tensor, mask_NT: Tensor) -> Written:
+    """The tokens where ``mask_NT`` is True, per row, and their text."""
+    ends = mask_NT.sum(1).cumsum(0).tolist()
+    rows = [slice(start, end) for start, end in pairwise([0, *ends])]
+    position_K = mask_NT.nonzero()[:, 1].tolist()
+    token_K = token_ids_NT[mask_NT].tolist()
+    token_ids = [token_K[row] for row in rows]
+    texts = decode_texts(tokenizer, token_ids)
+    return Written(token_ids, [position_K[row] for row in rows], texts)
+
+
+def positions_at(tokenizer: Any, written: Written, offsets: Sequence[int | None]) -> list[int]:
+    """The position in each row of the token that completes a character of its text; -1 where there
+    is none (``token_at``).
 
     Args:
-        mask_NT: True on tokens that the model wrote.
-        offsets: a character of ``decode`` of those tokens per row, or None.
+        offsets: a character of the text per row, or None.
     """
-    out_N = torch.full_like(token_ids_NT[:, 0], -1)
     asked = [row for row, offset in enumerate(offsets) if offset is not None]
-    places = [mask_NT[row].nonzero()[:, 0] for row in asked]
-    token_ids = [token_ids_NT[row, place].tolist() for row, place in zip(asked, places)]
-    texts = decode_texts(tokenizer, token_ids)
-    for row, place, ids, ends in zip(asked, places, token_ids, _ends(tokenizer, token_ids, texts)):
+    token_ids, texts = ([column[row] for row in asked] for column in (written[0], written[2]))
+    out = [-1] * len(offsets)
+    for row, ids, ends in zip(asked, token_ids, _ends(tokenizer, token_ids, texts)):
         offset = offsets[row]
         assert offset is not None
         token = token_at(tokenizer, ids, offset) if ends is None else _completing(ends, offset)
         if token is not None:
-            out_N[row] = place[token]
-    return out_N
+            out[row] = written.positions[row][token]
+    return out
 
 
 def tokens_from(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from counterpoise.policy import Policy
-from counterpoise.policy.offsets import positions_at
+from counterpoise.policy.offsets import positions_at, written
 from counterpoise.probes.fresh import scene_credits
 from counterpoise.probes.output import Columns, Drawing, Frame, Output, means
 from counterpoise.probes.ranking import place
@@ -68,7 +68,9 @@ def first_error_tokens(policy: Policy, task: Task, rollouts: RolloutBatch) -> Te
     offsets = [
         first_error(task, rollouts.prompts[p], text) for p, text in zip(group, rollouts.texts)
     ]
-    return positions_at(policy.tokenizer, batch.token_ids_NT, batch.mask_NT, offsets)
+    own = written(policy.tokenizer, batch.token_ids_NT, batch.mask_NT)
+    positions = positions_at(policy.tokenizer, own, offsets)
+    return torch.tensor(positions, device=batch.token_ids_NT.device)
 
 
 def localise(

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from counterpoise.catalogue.method import Method
 from counterpoise.maths.reduce import derived_seed
-from counterpoise.policy import Policy, decode_texts, measure_importance
-from counterpoise.policy.offsets import positions_at
+from counterpoise.policy import Policy, measure_importance
+from counterpoise.policy.offsets import positions_at, written
 from counterpoise.rollouts import RolloutBatch
 from counterpoise.tasks import Task, answer_start
 from counterpoise.trainer.config import Config, ConfigError
@@ -37,10 +38,10 @@ def answer_tokens(
     """The position of each rollout's first answer token, [N]; -1 where it has no answer. Rollout i
     answers ``asked[i]``.
     """
-    rows = zip(token_ids_NT.cpu(), mask_NT.cpu())
-    texts = decode_texts(policy.tokenizer, [ids[keep].tolist() for ids, keep in rows])
-    offsets = [answer_start(task, prompt, text) for prompt, text in zip(asked, texts)]
-    return positions_at(policy.tokenizer, token_ids_NT, mask_NT, offsets)
+    own = written(policy.tokenizer, token_ids_NT, mask_NT)
+    offsets = [answer_start(task, prompt, text) for prompt, text in zip(asked, own.texts)]
+    answers = positions_at(policy.tokenizer, own, offsets)
+    return torch.tensor(answers, device=token_ids_NT.device)
 
 
 def score_tokens(
