@@ -81,4 +81,5 @@ def test_positions_of_many_rows_are_those_of_single_ones(texts, place: int, offs
     offsets = [min(offset, len(text)) for text in texts]
     expected = [token_at(tokenizer, ids[:-1], at) for ids, at in zip(rows, offsets)]
     own = written(tokenizer, ids_NT, mask_NT)
-    assert positions_at(tokenizer, own, [*offsets, None]) == [-1 if at is None else at for at in [*expected, None]]
+    expected = [-1 if at is None else at for at in [*expected, None]]
+    assert positions_at(tokenizer, own, [*offsets, None]) == expected

@@ -34,6 +34,10 @@ class Relay(Live):
     def step(self, num: int) -> None:
         self.notes.put(("step", num))
 
+    def skip(self, num_steps: int, num_runs: int = 0) -> None:
+        assert not num_runs  # whole runs are left out before there are processes
+        self.notes.put(("skip", num_steps))
+
     def finish(self, num: int) -> None:
         self.notes.put(("finish", num))
 

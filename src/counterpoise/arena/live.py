@@ -34,23 +34,27 @@ class Live:
             self.last = time.monotonic()
             self.say(self.line())
 
-    def skip(self, num_runs: int, num_steps: int) -> None:
+    def skip(self, num_steps: int, num_runs: int = 0) -> None:
         """So much was there already: it says nothing of the time that the rest takes."""
-        self.runs, self.steps, self.before = num_runs, num_steps, num_steps
+        self.runs += num_runs
+        self.steps += num_steps
+        self.before += num_steps
 
     def finish(self, num: int) -> None:
         """So many runs are."""
         self.runs += num
 
     def line(self) -> str:
-        """``final: 12 of 96 runs, 34% of the batches, 5 min left``"""
+        """``final: 12 of 96 runs, 34% of the batches, 5 min left``; without the time before the
+        first batch.
+        """
         share = self.steps / max(1, self.num_steps)
-        spent = time.monotonic() - self.start
-        fresh = self.steps - self.before
-        left = spent / fresh * (self.num_steps - self.steps) if fresh else 0.0
-        text = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
         runs = counted(self.num_runs, "run", "runs")
-        return f"{self.phase}: {self.runs} of {runs}, {share:.0%} of the batches, {text} left"
+        text = f"{self.phase}: {self.runs} of {runs}, {share:.0%} of the batches"
+        if not (fresh := self.steps - self.before):
+            return text
+        left = (time.monotonic() - self.start) / fresh * (self.num_steps - self.steps)
+        return f"{text}, {left / 60:.0f} min left" if left > 90 else f"{text}, {left:.0f} s left"
 
     def say(self, line: str) -> None:
         if not self.quiet:

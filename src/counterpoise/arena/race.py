@@ -64,7 +64,7 @@ def run_all(arena: Arena, phase: str, runs: Sequence[Run]) -> None:
     ended = finished(read_results(arena.out), last)
     left = [run for run in runs if run not in ended]
     arena.live.begin(phase, len(runs), len(runs) * last)
-    arena.live.skip(len(runs) - len(left), (len(runs) - len(left)) * last)
+    arena.live.skip((len(runs) - len(left)) * last, len(runs) - len(left))
     together = [run for run in left if not is_alone(arena, run)]
     each(arena, train_stack, stacks(arena.design, together, arena.size))
     alone = in_turns(run for run in left if is_alone(arena, run))

@@ -97,7 +97,7 @@ def train_alone(design: Design, out: Path, run: Run, live: Live) -> str:
                 live.say(_stop_line(run, reason))
                 break
             append_result(out, {**run._asdict(), "batch": at, **row})
-        live.step(at - before)
+        (live.skip if at in known else live.step)(at - before)
     else:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     live.finish(1)

@@ -51,7 +51,7 @@ def train_members(arena: Arena, runs: Sequence[Run], folder: Path) -> None:
     bench = bench_of(stack_of(arena.policy.model, len(members)), arena.crew)
     kept = keep.read_kept(folder)
     start = keep.restore(kept, bench, members) if kept else 0
-    arena.live.step(start * len(runs))
+    arena.live.skip(start * len(runs))
     for batch_number in range(start, design.last + 1):
         if is_due(design, runs, batch_number):
             evaluate(arena, bench, runs, members, batch_number)

@@ -66,9 +66,10 @@ def positions_at(tokenizer: Any, written: Written, offsets: Sequence[int | None]
         offsets: a character of the text per row, or None.
     """
     asked = [row for row, offset in enumerate(offsets) if offset is not None]
-    token_ids, texts = ([column[row] for row in asked] for column in (written[0], written[2]))
+    token_ids = [written.token_ids[row] for row in asked]
+    ends_of = _ends(tokenizer, token_ids, [written.texts[row] for row in asked])
     out = [-1] * len(offsets)
-    for row, ids, ends in zip(asked, token_ids, _ends(tokenizer, token_ids, texts)):
+    for row, ids, ends in zip(asked, token_ids, ends_of):
         offset = offsets[row]
         assert offset is not None
         token = token_at(tokenizer, ids, offset) if ends is None else _completing(ends, offset)

@@ -1,0 +1,26 @@
+"""The progress line: what was there already says nothing of the time that the rest takes."""
+
+from __future__ import annotations
+
+import io
+import time
+
+from rich.console import Console
+
+from counterpoise.arena.live import Live
+
+
+def test_time_left_is_reckoned_from_fresh_batches_alone(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    live = Live(console=Console(file=io.StringIO()))
+    live.begin("final", 8, 800)
+    live.skip(400, 4)
+    assert live.line() == "final: 4 of 8 runs, 50% of the batches"
+    live.skip(100)  # a stack that was cut off goes on
+    clock[0] = 20.0
+    live.step(100)
+    live.finish(1)
+    assert live.line() == "final: 5 of 8 runs, 75% of the batches, 40 s left"
+    clock[0] = 60.0
+    assert live.line() == "final: 5 of 8 runs, 75% of the batches, 2 min left"
