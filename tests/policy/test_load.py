@@ -235,9 +235,10 @@ def write_gguf(path, model):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*["<unk>", "<s>", "</s>"], *[chr(97 + i) for i in range(25)], "ab"])
+    letters = [chr(97 + i) for i in range(24)]
+    writer.add_token_list(["<unk>", "<s>", "</s>", *letters, "cd", "ab"])
     writer.add_token_types([3, 3, 3] + [1] * 26)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its entry
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
