@@ -118,7 +118,9 @@ def _not_on_hub(name: str) -> str:
 
 def _folder(path: Path, advice: str) -> Source:
     if not (path / "config.json").is_file():
-        raise ValueError(f"{advice} ({path} has no config.json).")
+        weights = sorted(path.glob("checkpoints/*/config.json"))  # of a run, by their batch
+        hint = f" The run's last weights are {weights[-1].parent}." if weights else ""
+        raise ValueError(f"{advice} ({path} has no config.json).{hint}")
     return Source(str(path))
 
 

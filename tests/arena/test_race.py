@@ -349,7 +349,13 @@ def test_the_command(
     words += [word for text in small for word in ("--set", text)]
     whole = ["{name: dapo, plan: query_preserved}", "--set", "optimizer.updates_per_batch=4"]
     mute = ["oar", "--set", "task={name: helpers.fussy:Fussy}"]
-    unfit = (whole, "4 updates need at least 4 prompts"), (mute, "where an answer begins")
+    lost = ["{name: top_d, credit: {model: runs/teacher}}"]
+    (tmp_path / "runs/teacher").mkdir(parents=True)
+    unfit = (
+        (whole, "4 updates need at least 4 prompts"),
+        (mute, "where an answer begins"),
+        (lost, "model 'runs/teacher': give a folder written by save_pretrained"),
+    )
     for more, message in unfit:
         with pytest.raises(SystemExit, match="^2$"):  # ends before anything has run
             dispatch([*words, "--methods", *more])

@@ -152,6 +152,15 @@ def test_places_that_cannot_work_are_errors_before_anything_loads(tmp_path):
     assert locate("org/name").place == "org/name"
 
 
+def test_a_run_folder_is_no_model_and_its_last_weights_are_named(tmp_path):
+    for batch in ("batch_000020", "batch_000040"):
+        folder = tmp_path / "checkpoints" / batch
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no config.json.*last weights are .*batch_000040"):
+        locate(str(tmp_path))
+
+
 def test_a_slip_in_the_name_of_a_run_does_not_go_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()

@@ -24,6 +24,7 @@ from counterpoise.trainer.checks import check_forks, check_grader, check_moments
 from counterpoise.trainer.config import Config
 from counterpoise.trainer.importance import check_answers
 from counterpoise.trainer.loop import device_of
+from counterpoise.trainer.teacher import check_sources
 
 # members of a stack: on a CPU it has no work to hide, and separate runs are faster
 MEMBERS = {"cpu": 1, "cuda": 64}
@@ -78,6 +79,7 @@ def opened(
             check_moments(own)
             methods[arm.name] = checked_method(own)
             check_answers(methods[arm.name], task, own.task["name"])
+            check_sources(methods[arm.name], task, own)
         members = size or MEMBERS.get(device.type, MEMBERS["cpu"])
         cores = min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cpu" else 1
         yield Arena(design, out, config, policy, crew, methods, members, jobs or cores, live, {})
