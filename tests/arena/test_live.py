@@ -24,3 +24,16 @@ def test_time_left_is_reckoned_from_fresh_batches_alone(monkeypatch):
     assert live.line() == "final: 5 of 8 runs, 75% of the batches, 40 s left"
     clock[0] = 60.0
     assert live.line() == "final: 5 of 8 runs, 75% of the batches, 2 min left"
+
+
+def test_what_starting_takes_is_not_reckoned_per_batch(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    live = Live(console=Console(file=io.StringIO()))
+    live.begin("final", 256, 7680)
+    clock[0] = 20.0  # processes, kernels, the first batch of one stack
+    live.step(11)
+    assert live.line() == "final: 0 of 256 runs, 0% of the batches"
+    clock[0] = 30.0
+    live.step(757)
+    assert live.line() == "final: 0 of 256 runs, 10% of the batches, 4 min left"

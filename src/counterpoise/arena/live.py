@@ -9,6 +9,7 @@ from rich.console import Console
 from counterpoise.text import counted, visible
 
 EVERY_S = 10.0  # seconds between two lines
+LEAST = 0.02  # of what is to be done, before it says how long the rest takes: starting takes longer
 
 
 class Live:
@@ -45,13 +46,14 @@ class Live:
         self.runs += num
 
     def line(self) -> str:
-        """``final: 12 of 96 runs, 34% of the batches, 5 min left``; without the time before the
-        first batch.
+        """``final: 12 of 96 runs, 34% of the batches, 5 min left``; without the time while
+        nearly nothing is done.
         """
         share = self.steps / max(1, self.num_steps)
         runs = counted(self.num_runs, "run", "runs")
         text = f"{self.phase}: {self.runs} of {runs}, {share:.0%} of the batches"
-        if not (fresh := self.steps - self.before):
+        fresh = self.steps - self.before
+        if fresh < max(1, LEAST * (self.num_steps - self.before)):
             return text
         left = (time.monotonic() - self.start) / fresh * (self.num_steps - self.steps)
         return f"{text}, {left / 60:.0f} min left" if left > 90 else f"{text}, {left:.0f} s left"
